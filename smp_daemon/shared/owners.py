@@ -19,7 +19,7 @@ A commit record counts only while its slot is marked as sealed with the same sna
 of what is in it before its first byte changes.
 
 An epoch ends for a slot as the SMP renames its mark into the next epoch. A process of an older epoch, wherever it was
-stopped, then finds no mark of its epoch and can take nothing; a slot that it had taken before gets a new file.
+stopped, then finds no mark of its epoch and can take nothing; a slot that it had taken is deleted, and made again.
 
 Order. What is written into a slot after a rename, or read from it before a failed look at its mark, is seen in that
 order on Arm as on x86: the kernel's locks and the interpreter's lock, which a thread gives back and takes again around

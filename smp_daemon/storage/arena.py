@@ -11,7 +11,7 @@
       <coord>.<i>.safetensors     a shard's slot i, and its commit record <same>.json
       <same>.<owner>.<epoch>.own  who owns that slot (`smp_daemon.shared.owners`)
       <tag>-<p>.<i>.parity        parity slot i of position p in the group with that tag, and its commit record
-      gone-<n>.<suffix>.part      a large slot that was deleted, and whose memory is still to be given back (`deleted`)
+      gone-<n>.<suffix>.part      a large slot that was deleted, and whose memory is still to be given back (`Deleted`)
 
 JSON files have digests (`smp_daemon.shared.records`). Whatever is damaged is this node's loss: it is removed, the log
 names it, and the SMP goes on with what is left.
@@ -38,7 +38,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, OURS, SOCKET, not_private
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, BEGUN, GONE, OURS, SOCKET, not_private
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
@@ -125,7 +125,7 @@ class ArenaDirectory:
     __del__ = close
 
 
-def own(path: Path, files: Files) -> ArenaDirectory:
+def locked_directory(path: Path, files: Files) -> ArenaDirectory:
     """Make the arena's directory if there is none, and lock it. Raises `ConfigError`."""
     while True:
         try:
@@ -355,7 +355,7 @@ class Arena:
         self._zero = zero
         self.deleted = Deleted(files)
         self.on_given_up: Callable[[], None] = lambda: None
-        self.directory = own(path, files)
+        self.directory = locked_directory(path, files)
         self.directory.clear_the_way(self._delete_unfinished)
         self.budget = Budget(path, memory)
         self.owners = Owners(path)
@@ -572,14 +572,14 @@ class Arena:
 
     def fence(self, epoch: int) -> None:
         """Enter `epoch`: no process of an older one can take a slot from then on, and every slot that somebody writes
-        is taken away from its writer."""
+        is taken away: its writer goes on in a file that no slot uses, and `reserve` makes another."""
         for shards in self.shards.values():
             shards.fence(epoch)
         failpoint("fence.marked")
         self.owners.epoch = epoch
         for pool in self.pools():
             for slot in [slot for slot in pool.slots if slot.is_being_filled]:
-                self.take_away(pool, slot)
+                pool.remove(slot)
 
     def own(self, epoch: int) -> None:
         """Mark who owns the slots that a predecessor left, as of `epoch`. Its trainer may be taking some of them."""
@@ -588,17 +588,9 @@ class Arena:
         for pool in self.shards.values():
             for slot in list(pool.slots):
                 if not pool.adopted(slot, found.pop(pool.path(slot).name, [])):
-                    self.take_away(pool, slot)
+                    pool.remove(slot)
         for file in found:
             self.owners.clear(file)  # its slot was lost
-
-    def take_away(self, pool: SlotPool, slot: Slot) -> None:
-        """Take a slot away from whoever fills it, who writes into a file from then on that no slot uses. If it is too
-        large to make again at once, it is deleted, and `plan_missing` plans another."""
-        if is_at_once(slot.bytes):
-            pool.replace(slot)
-        else:
-            pool.remove(slot)
 
     def adopt(self) -> Iterator[tuple[SlotPool, Slot, Any]]:
         """Find the slots that a predecessor left, and yield each that has a commit record with that record. The caller

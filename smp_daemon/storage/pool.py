@@ -48,8 +48,8 @@ class SlotState(StrEnum):
     WRITING = "writing"
     """The trainer that owns the shard has taken it, or handed it over to be sealed."""
     RECEIVING = "receiving"
-    """This SMP is receiving bytes from elsewhere. Code that takes such a slot away must give it a new file; otherwise
-    two threads would write into one file."""
+    """This SMP is receiving bytes from elsewhere. Code that takes such a slot away must delete its file; otherwise two
+    threads would write into one file."""
     SEALED = "sealed"
 
 
@@ -220,7 +220,7 @@ class SlotPool:
         return memoryview(mapped)
 
     def create(self, length: int) -> Slot:
-        """A new slot whose file has all its memory reserved.
+        """A new slot whose file has all its memory allocated now, so that later writes cannot fail with SIGBUS.
 
         Raises:
             ArenaTooSmall: the file system is full, or the slot would exceed the limit of the arena.
@@ -228,9 +228,17 @@ class SlotPool:
         slot = self.plan(length)
         self.reserve(slot, length)
         try:
-            self._reserve(slot)
-        except BaseException:
+            if length > (left := room(self.arena, self._files)):  # else the file system is filled before the error
+                raise too_small(self.arena, length, left)
+            with self.open_part(slot) as memory:
+                for start, count in slices(length):
+                    memory.reserve(start, count)
+                self.made(slot, memory)
+        except BaseException as error:
+            self.part_path(slot).unlink(missing_ok=True)
             self._drop(slot)
+            if isinstance(error, OSError):
+                raise no_room(self.arena, length, error, self._files) from error
             raise
         return slot
 
@@ -335,17 +343,6 @@ class SlotPool:
         """Whether `view` is still the slot's memory; False once somebody has taken the slot away."""
         return slot in self.slots and self._maps.get(slot.index) is view.obj
 
-    def replace(self, slot: Slot) -> None:
-        """Free a slot that is being filled, and give it a new file, so that a writer that still maps the old file does
-        not touch the slot."""
-        self._empty(slot)
-        self._forget(slot)
-        try:
-            self._reserve(slot)
-        except BaseException:  # the old file's memory is still used if mapped; `Arena.reserve` makes a new slot later
-            self._drop(slot)
-            raise
-
     def remove(self, slot: Slot) -> bool:
         """Delete the slot and its file. Returns False if its trainer has just taken it."""
         if slot.state is SlotState.MAKING:
@@ -359,20 +356,6 @@ class SlotPool:
         self._forget(slot)
         self._drop(slot)
         return True
-
-    def _reserve(self, slot: Slot) -> None:
-        """Make the slot's file and allocate all of it now, so that later writes cannot fail with SIGBUS."""
-        left = room(self.arena, self._files)
-        if slot.bytes > left:  # without this check the file system would be filled before the error
-            raise too_small(self.arena, slot.bytes, left)
-        try:
-            with self.open_part(slot) as memory:
-                for start, count in slices(slot.bytes):
-                    memory.reserve(start, count)
-                self.made(slot, memory)
-        except OSError as error:
-            self.part_path(slot).unlink(missing_ok=True)
-            raise no_room(self.arena, slot.bytes, error, self._files) from error
 
     def _drop(self, slot: Slot) -> None:
         self.slots.remove(slot)

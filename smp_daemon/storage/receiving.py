@@ -180,7 +180,7 @@ class Receiving:
                 raise NoFreeSlot(f"{pool.name} of {snapshot} is not received: its trainer is writing it")
             earlier = pool.find(snapshot, SlotState.RECEIVING)
             if earlier is not None:
-                self.arena.take_away(pool, earlier)
+                pool.remove(earlier)
                 self._reserver.make_good()
             slot = pool.assign(snapshot, length)
             return pool, slot, pool.view(slot)

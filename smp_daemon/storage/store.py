@@ -79,7 +79,7 @@ class Store:
         # thread that holds one of them must not take this one. Bytes are copied, digested, sent, reserved and mapped in
         # without it, however many there are, and their memory is given back without it: trainers wait for it in every
         # step. Exceptions are of bounded length: one unit is repaired, slots are made and deleted if `is_at_once`
-        # (`Arena.reserve`, `Arena.take_away`), and a slot is wiped part by part. docs/size.md lists what grows.
+        # (`Arena.reserve`), and a slot is wiped part by part. docs/size.md lists what grows.
         self.changed = network.Condition(network.RLock())
         self.counters = Counters(network, lambda: self.outcomes.board.note_move())
         self.reserver = Reserver(arena, self.changed, priority, network, self.counters.moved)
@@ -371,7 +371,7 @@ class Sealing:
                 self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
                 failpoint("seal.released", snapshot.step)
                 for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
-                    store.arena.take_away(pool, other)
+                    pool.remove(other)
                     store.reserver.make_good()
                 store.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
             except Exception as error:  # a full file system, for example: a later snapshot is to find the slot free

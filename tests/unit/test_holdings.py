@@ -420,6 +420,7 @@ def test_a_slot_that_a_fence_took_away_is_not_given_back_twice(place: Place) -> 
     with pytest.raises(StaleEpoch):
         with place.receiving.shard(SHARD, LAYOUT, accept):
             place.arena.fence(2)
+            place.pool(SHARD).create(20)
             taken = place.pool(SHARD).assign(SECOND, 20)
     assert (taken.state, taken.snapshot) == (SlotState.RECEIVING, SECOND)
     assert place.holdings.held() == []
