@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from holdfast.smp_daemon.net.listener import bind_unix
 
+from holdfast.smp_daemon.service import bind_unix
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.limits import is_identifier
 from holdfast.smp_daemon.shared.paths import Owner, arena_path, checked, find_owners, read_owner, socket_path
