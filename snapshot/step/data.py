@@ -25,13 +25,13 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
-from holdfast.snapshot.step import meaning
 from holdfast.snapshot.step.iterators import unwatched
-from holdfast.snapshot.step.numbers import OwnNumbers
 from holdfast.snapshot.step.source import (
     Indices,
+    OwnNumbers,
     check,
     complain,
+    copy_of,
     first_batch,
     forget_first_iterator,
     is_loader,
@@ -120,7 +120,7 @@ class Data:
         Args:
             source: a `DataLoader`, a sequence of batches, anything else that gives a new iterator each time, or a
                 function without arguments that returns one. A source with ``state_dict`` and ``load_state_dict`` is
-                tried on copies, see `snapshot.step.meaning`: if these lead back to its place, and later passes begin as
+                tried on copies, see `snapshot.step.source`: if these lead back to its place, and later passes begin as
                 they would have, it is told its place after a restart. Loaders with workers, loaders that Accelerate has
                 prepared and every other source are read again.
             held: `state` of the earlier run.
@@ -385,7 +385,7 @@ class Data:
     def _leads_to(self, expected: str) -> bool:
         """Whether a copy that is told the place goes on with the expected batch. The source itself stays unmoved: it
         may have to be read again."""
-        source, drawn = meaning.copy_of(self._source), self._place.drawn
+        source, drawn = copy_of(self._source), self._place.drawn
         with rng.undrawn():
             if self._place.under_way:
                 iterator = self._rebuild(source, told=True, checked=True)

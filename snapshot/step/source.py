@@ -1,10 +1,17 @@
-"""A source of batches: whether it can be read again, what reading it draws, how its passes begin."""
+"""A source of batches: how it is brought back to its place, what reading it draws, how its passes begin.
+
+Nothing says what ``load_state_dict`` of a source means: whether it sets where the next iterator begins, or where every
+later one begins; whether it moves an iterator that exists; or whether it brings back everything. With the wrong guess a
+restarted loop would read other batches, perhaps not before its next pass. So it is tried on copies before the first
+step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -15,10 +22,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of_batch
-from holdfast.snapshot.state.live import Stateful
-from holdfast.snapshot.step import meaning
+from holdfast.snapshot.state.live import Stateful, Tree
+from holdfast.snapshot.state.walk import LONGEST, is_users_own, walk
 from holdfast.snapshot.step.iterators import for_a_later_pass, unwatched
-from holdfast.snapshot.step.meaning import Meaning
 
 log = get_log(__name__)
 
@@ -126,8 +132,8 @@ def meaning_of(source: Any, name: str, heartbeat: Callable[[], None], *, exact: 
         ConfigError: it cannot be; if it need not be `exact`, that is only logged.
     """
     if not _is_stateful(source):
-        return meaning.AGAIN
-    found = meaning.examine(source, heartbeat)
+        return AGAIN
+    found = examine(source, heartbeat)
     if found.told:
         return found
     kind = type(source).__qualname__
@@ -143,6 +149,119 @@ def meaning_of(source: Any, name: str, heartbeat: Callable[[], None], *, exact: 
         return replace(found, told=True)
     log.info("data %r, a %s, will be read again after a restart: %s", name, kind, found.why)
     return found
+
+
+END = "end"
+"""What is read after the last batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """How a source gets back to its place.
+
+    Attributes:
+        told: ``load_state_dict`` leads to the place, and later passes begin as they would have without it.
+        anew: each pass begins at the beginning, so that the place is also found by reading the pass again.
+        why: what speaks against ``load_state_dict``; empty if `told`.
+    """
+
+    told: bool
+    anew: bool
+    why: str = ""
+
+
+AGAIN = Meaning(told=False, anew=True)
+"""For a source without ``load_state_dict``."""
+
+
+def examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
+    """Read up to five batches of two copies of `source`, one of which is told the place of the other.
+
+    Leaves `source` and all random generators as they are. Errors while batches are read are raised.
+    """
+    with rng.undrawn(rng.find(source)):  # a copy may share the data set, and with it its generators
+        return _examine(source, heartbeat)
+
+
+def copy_of(source: Any) -> Any:
+    """A copy that can be read without moving `source`. It shares a loader's data set, unless that has a place, too.
+    Whatever `source` raises when it is copied is raised."""
+    shared: dict[int, Any] = {}
+    if is_loader(source):
+        shared[id(source._iterator)] = None  # an earlier pass's; torchdata's cannot be copied
+        if not isinstance(source.dataset, torch_data.IterableDataset | Stateful):
+            shared[id(source.dataset)] = source.dataset
+    return copy.deepcopy(source, shared)
+
+
+def _examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
+    try:
+        plain, told = _Trial(source, heartbeat), _Trial(source, heartbeat)
+    except Exception as error:  # whatever classes of the user raise
+        # A loader makes a new iterator for each pass.
+        return Meaning(told=False, anew=is_loader(source), why=f"it cannot be copied: {error!r}")
+    first = plain.begin()
+    at_first = plain.generators()
+    try:
+        place = copy.deepcopy(plain.source.state_dict())
+    except Exception as error:  # as above
+        place, failed = None, f"its state_dict fails: {error!r}"
+    else:
+        failed = ""
+    second = plain.read()
+    later = plain.begin()
+    after = digest_of_batch(plain.state()) if later == second else ""  # batches that are equal do not tell places apart
+    anew = later == first
+    if failed:
+        return Meaning(told=False, anew=anew, why=failed)
+    try:
+        told.source.load_state_dict(copy.deepcopy(place))
+        leads = told.begin(at_first) == second
+        lasts = told.begin() != later or (bool(after) and digest_of_batch(told.state()) != after)
+    except Exception as error:  # as above
+        return Meaning(told=False, anew=anew, why=f"its load_state_dict fails: {error!r}")
+    if not leads:
+        return Meaning(told=False, anew=anew, why="its load_state_dict does not lead to the next batch")
+    if lasts:
+        return Meaning(told=False, anew=anew, why="its load_state_dict also moves the beginnings of later passes")
+    return Meaning(told=True, anew=anew)
+
+
+class _Trial:
+    """A copy of a source, and the iterators over it; the last one is read."""
+
+    def __init__(self, source: Any, heartbeat: Callable[[], None]) -> None:
+        self.source = copy_of(source)
+        self._heartbeat = heartbeat
+        self._at_start = self.generators()
+        self._iterators: list[Any] = []  # all of them: to end one may move the source
+
+    def generators(self) -> Tree:
+        """The states of the global generators, and of the source's own."""
+        return rng.capture_with(rng.find(self.source))
+
+    def begin(self, generators: Tree | None = None) -> str:
+        """The first batch of a new iterator, which is made with the generators as they were at first. `generators`: as
+        they are to be after that."""
+        self._put(self._at_start)
+        self._iterators.append(iter(self.source))
+        if generators is not None:
+            self._put(generators)
+        return self.read()
+
+    def read(self) -> str:
+        """The next batch."""
+        self._heartbeat()
+        try:
+            return digest_of_batch(next(self._iterators[-1]))
+        except StopIteration:
+            return END
+
+    def state(self) -> Any:
+        return self.source.state_dict()
+
+    def _put(self, generators: Tree) -> None:
+        rng.restore_with(rng.find(self.source), generators, "data")
 
 
 def open_pass(source: Any, epoch: int) -> tuple[Iterator[Any], Indices | None]:
@@ -226,3 +345,43 @@ def told(indices: Indices | None, history: str, look: str) -> str:
     """The history of a pass with one more batch. If its indices are known, only they count: a dataset makes each sample
     independently of the others."""
     return digest_of_batch((history, look)) if indices is None else indices.history
+
+
+class OwnNumbers:
+    """Numbers that a source keeps in objects of the user's own classes: a sampler's count of its passes, the stage of a
+    curriculum. They are part of its place, as its random generators are; only those count that are not what the script
+    first made them."""
+
+    def __init__(self, source: Any) -> None:
+        """`source`: as it is before the first pass; later ones may take its place."""
+        self.look(source)
+        self._made = dict(self._numbers())
+
+    def look(self, source: Any) -> None:
+        """Find the objects of `source` again. Too slow for `changed`, which is called in every step."""
+        self._owners = dict(_owners(source))
+
+    def changed(self) -> Tree:
+        """Those that have changed, by path."""
+        return {path: number for path, number in self._numbers() if self._made.get(path) != number}
+
+    def put_back(self, source: Any, held: Mapping[str, Any]) -> None:
+        """Make them what `changed` returned in an earlier process. Some may only be attributes of classes yet."""
+        owners = dict(_owners(source)) if held else {}
+        for path, number in held.items():
+            owner, _, name = path.rpartition(".")
+            if owner in owners:
+                setattr(owners[owner], name, number)
+
+    def _numbers(self) -> Iterator[tuple[str, Any]]:
+        for path, owner in self._owners.items():
+            for name, value in vars(owner).items():
+                if type(value) in (bool, int, float):
+                    yield f"{path}.{name}", value
+
+
+def _owners(source: Any) -> Iterator[tuple[str, Any]]:
+    """Objects of the user's own classes in a source, by path. A loader leads to its data and its samplers."""
+    for path, value, _ in walk([("", source)], lambda each: not callable(each), longest=LONGEST):
+        if hasattr(value, "__dict__") and not callable(value) and is_users_own(value):
+            yield path, value

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
-from holdfast.snapshot.step.meaning import examine
+from holdfast.snapshot.step.source import examine
 from tests.unit.test_data import Hook, Loop, begin_a_process, check, over, train
 
 LENGTHS = (0, 1, 2, 5)
