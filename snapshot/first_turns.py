@@ -1,25 +1,42 @@
-"""What is checked in the first turns of a loop: that it is plain, and that it goes on from what was restored."""
+"""What is checked of a script and its loop: in the first turns that the loop is plain, and goes on from what was
+restored; and, as soon as it is seen, what a restart would begin anew.
+
+State that the script makes once in a process, and draws from, is restored where that can be done without a word from
+the user; the rest is named.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.logs import get_log
+import torch
+
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.progress import RankProgress
-from holdfast.snapshot.resume.comparison import BY_CHANGE, BY_DATA, Resumed, check_inputs, warn_of_unknown_inputs
-from holdfast.snapshot.resume.rehearsal import Rehearsal
+from holdfast.snapshot.resume.comparison import (
+    BY_CHANGE,
+    BY_DATA,
+    Resumed,
+    check_inputs,
+    late_values,
+    warn_of_unknown_inputs,
+)
 from holdfast.snapshot.resume.restore import Restored
+from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
+from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for
+from holdfast.snapshot.step.iterators import Iterators
 from holdfast.snapshot.step.position import Position
-from holdfast.snapshot.step.script import Script
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
+from holdfast.snapshot.step.variables import ChangingVariables, Variables
 
 UNSTEPPED_TURNS = 2
 """So many turns at the beginning may change parameters without an optimizer's step. Gradients that are accumulated
@@ -33,6 +50,46 @@ AMOUNTS = (
     "draws after optim.step(), such as noise on the weights, a restart does not draw it again, and is refused: use "
     "`snap.steps(n)`, or call `snap.begin()` at the top of the loop"
 )
+
+READ_ON = (
+    "the iterator of a DataLoader that was made at %s is read on from step to step, and a restart begins it anew, at "
+    "other batches"
+)
+EVALUATED_ON = (
+    "evaluations read on from step to step in the iterator of a DataLoader that was made at %s. A restart begins it "
+    "anew, so that it draws from torch's random generator at other times, and training goes on with other random "
+    "numbers: make the iterator in each evaluation, or give that loader generator=torch.Generator()"
+)
+CHANGES = (
+    "%s: in variables of the script, changed by steps, and not captured. If anything reads later what a step left "
+    "there, a restart gives other results: name it before entering, as by %s"
+)
+CARRIED = (
+    "%s: the script carries from turn to turn, and its steps depend on that, but it is not captured: a restart begins "
+    "it anew, and gives other results. Begin a count of steps at snap.step; keep other values in a dict or in "
+    "attributes, and name these before entering, as by %s"
+)
+READS_ON = (
+    "%s: an iterator that steps read on from, and that a restart begins anew: give the hook a function that makes it, "
+    "and read on from what you get, as by %s"
+)
+COUNTS = (
+    "the loop at line %s counts from its beginning again after a restart, so that it makes more turns than it should: "
+    "write `for epoch in range(snap.epoch, epochs)` around snap.data, or `for step in snap.steps(n)`"
+)
+NUMBERED = (
+    "steps depend on the number that enumerate() gives a batch, and it begins at 0 again when a restart goes on in the "
+    "middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which goes on counting"
+)
+PASSES = (
+    "a loop begins at snap.epoch, which counts passes over data that is read by `for batch in snap.data(loader)`, and "
+    "this loop reads none so: after a restart it would be 0. Count steps: `for step in snap.steps(n)`"
+)
+CHANGED = (
+    "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
+    "refused: do that before entering, or only `if snap.step == 0:`"
+)
+THROUGH_DATA = "go through data by `for batch in snap.data(loader)`"
 
 log = get_log(__name__)
 
@@ -55,17 +112,23 @@ class Checks:
 
 
 class FirstTurns:
-    """Each check of a restored state is made once, and then forgotten. Used by the training thread."""
+    """Each check of a restored state is made once, and then forgotten. Used by the training thread.
+
+    Attributes:
+        asked: whether the script has asked for its step or epoch: only then can it find its place in its data by
+            itself.
+        asked_for_step: whether it has asked for its step.
+    """
 
     def __init__(
-        self, restored: Restored, checks: Checks, progress: RankProgress, position: Position, script: Script
+        self, restored: Restored, checks: Checks, progress: RankProgress, position: Position, adapter: Adapter
     ) -> None:
+        self.asked = self.asked_for_step = False
         self._restored = restored
         self._checks = checks
         self._progress = progress
         self._position = position
-        self._script = script
-        self._generators: Callable[[], Mapping[str, object]] = dict
+        self._adapter = adapter
         self._rewind: Callable[[], None] | None = restored.rewind if restored.snapshot is not None else None
         self._state: Resumed | None = None  # compares the state as the step begins to what was restored
         self._inputs: str | None = None  # digest of what the step's first forward must be given; None: anything
@@ -73,15 +136,22 @@ class FirstTurns:
         self._rehearsal: Rehearsal | None = None
         self._unstepped: Unstepped | None = None
         self._was_marked = False
+        self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
+        self._variables = Variables(restored.loop.get("variables", {}))
+        self._changing: ChangingVariables | None = None
+        self._carried: CarriedVariables | None = None
 
-    def look(self, adapter: Adapter, engine: CopyEngine) -> None:
+    def look(self, engine: CopyEngine) -> None:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
         the hook for its step: call it once the hook knows its session."""
-        restored = self._restored
-        self._generators = adapter.generators
-        self._script.entered(self._known_generators(), adapter)
+        restored, adapter = self._restored, self._adapter
+        if self._checks.reading:
+            self._changing, self._carried = ChangingVariables(adapter), CarriedVariables(adapter)
+            self._variables.look(self._known_generators())
+            if restored.began is not None:  # a plain loop draws for its next step before that step begins
+                self._put_back_variables()
         if adapter.modules():  # without any there is no forward
-            self._rehearsal = Rehearsal(adapter, self._script.drawn_from)
+            self._rehearsal = Rehearsal(adapter, self._variables.states)
             if restored.snapshot is None:
                 self._rehearsal.note_values()
         if restored.snapshot is None:
@@ -98,10 +168,6 @@ class FirstTurns:
         return self._restored.snapshot is None and self._progress.step < FIRST_TURNS
 
     @property
-    def _reads(self) -> bool:
-        return bool(self._position.sources)
-
-    @property
     def _is_among_first(self) -> bool:
         """Whether this is one of the first turns since the loop was entered."""
         restored = self._restored.snapshot
@@ -109,27 +175,80 @@ class FirstTurns:
 
     # ------------------------------------------------------------------ what the script keeps
 
+    def tree(self) -> Tree:
+        """What the script keeps, as plain values, as it was when it was last noted."""
+        return {"workers": self._iterators.tree(), "variables": self._variables.tree()}
+
     def note_boundary(self) -> None:
         """A step has ended: note what the script keeps."""
-        self._script.note()
+        self._variables.note()
 
     def step_begins(self) -> None:
-        """A step has begun. Raises as `Script.check`."""
-        if self._unstepped is not None and self._unstepped.step_begins():
-            self._script.parameters_changed()
-        self._script.step_begins(is_new=self.is_new, declared=self._position.declared, reads=self._reads)
+        """A step has begun. Raises as `check_script`."""
+        changed = self._unstepped is not None and self._unstepped.step_begins()
+        if changed and self._checks.reading and not self.asked_for_step:
+            log.warning(CHANGED)
+        self.check_script()
+        self._iterators.begin()
+        if self._carried is not None:
+            self._carried.step_begins()
+        if self._changing is not None and (found := self._changing.look()):
+            log.warning(CHANGES, some([name for name, _ in found]), some([line for _, line in found]))
 
     def check_script(self) -> None:
-        """An optimizer is about to step. Raises as `Script.check`."""
-        self._script.check(is_new=self.is_new, declared=self._position.declared, reads=self._reads)
+        """A step begins, or is about to end: name what a restart would begin anew, as soon as it is seen.
+
+        Raises:
+            ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself; or its
+                steps depend on the numbers of batches, which begin anew, or on a number of passes that nobody counts.
+        """
+        if self._carried is not None and (found := self._carried.look()) is not None and not found.skips:
+            self._name(found)
+        for kept in self._iterators.kept() if self._checks.reading else ():
+            if not kept.trains:
+                log.warning(EVALUATED_ON, kept.where)
+            elif self.is_new and self._position.declared and kept.has_places and not self.asked:
+                raise ConfigError(f"{READ_ON % kept.where}: {THROUGH_DATA}")
+            else:
+                log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {THROUGH_DATA}", kept.where)
 
     def stop_watching(self) -> None:
         """Stop watching the script."""
-        self._script.remove()
+        self._iterators.remove()
+
+    def _name(self, found: Carries) -> None:
+        """Raises `ConfigError`, see `check_script`."""
+        for wrong in [*[NUMBERED] * found.numbered, *[PASSES] * (found.passes and not self._position.sources)]:
+            if self.is_new:
+                raise ConfigError(wrong)
+            log.warning("%s", wrong)
+        if found.counts:
+            log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
+        if found.carried or found.updated:
+            names = [f"{name} (line {line})" for name, line in (found.carried | found.updated).items()]
+            log.warning(CARRIED, some(names), some(lines_for(found)))
+        if found.iterators:
+            names = [f"{name} (line {line})" for name, line in found.iterators.items()]
+            lines = [
+                f'{path} = iter(snap.data(lambda: ..., name="{path.rpartition(".")[2]}"))' for path in found.iterators
+            ]
+            log.warning(READS_ON, some(names), some(lines))
 
     def _known_generators(self) -> set[int]:
-        known = [self._generators(), *(data.generators for data in self._position.sources.values())]
+        known = [self._adapter.generators(), *(data.generators for data in self._position.sources.values())]
         return {id(each) for some in known for each in some.values()}
+
+    def _put_back_variables(self) -> None:
+        if gone := self._variables.put_back():
+            log.warning(
+                "%s: random generators that the script had in variables as its first step began, and has not now: make "
+                "them before that step, or what is drawn from them is other than before",
+                some(gone),
+            )
+
+    def _is_training(self) -> bool:
+        modules = self._adapter.modules()
+        return torch.is_grad_enabled() and (not modules or any(each.training for each in modules))
 
     # ------------------------------------------------------------------ a loop that is plain
 
@@ -139,7 +258,7 @@ class FirstTurns:
 
     def unlike_a_restart(self, *, is_due: bool) -> Iterator[tuple[Event, list[str]]]:
         """The first forward of a step is about to run: what a restart would not do again, and to what."""
-        self._script.turn_begins()
+        self._variables.turn_begins()
         rehearsal = self._rehearsal
         if rehearsal is None:
             return
@@ -166,7 +285,9 @@ class FirstTurns:
         if not self._was_marked:
             self._was_marked = True
             self._warn_of_what_was_read()
-            self._script.begins(self._known_generators())
+            if self._checks.reading:
+                self._variables.look(self._known_generators())
+                self._put_back_variables()
         if self._rewind is not None:
             self._rewind()
             self._rewind = None
@@ -217,6 +338,82 @@ class FirstTurns:
                 "or `track` what was read",
                 ", ".join(drawn),
             )
+
+
+class Rehearsal:
+    """What the first two turns of a plain loop tell of a restart. Used by the training thread.
+
+    After a restart of step s everything is as ``optim.step()`` of s left it, and the code before a loop's first forward
+    runs again. That code must draw from the generators that the code between step s and the next forward drew from, and
+    must not change values that the snapshot holds as they were at that forward. The first turn of a new job shows what
+    that code does; the second, what the code between two steps does.
+    """
+
+    def __init__(self, adapter: Adapter, more: Callable[[], Tree]) -> None:
+        """Notes how everything is as the loop is entered, but for values; see `note_values`.
+
+        Args:
+            more: returns the states of generators that the script keeps, by name.
+        """
+        self._adapter = adapter
+        self._more = more
+        self.note()
+        self._amount: int | None = None  # of numbers that the first turn drew from torch's generator
+        self._values: dict[str, object] = {}
+        self._drew: set[str] | None = None  # the generators that the first turn drew from
+        self._changed: set[str] | None = None  # the values that the first turn changed
+
+    def note(self) -> None:
+        """A step has ended: note how the generators are."""
+        states = rng.capture()
+        self._before, self._torch = self._generators(states), bytes(states["torch"])
+
+    def note_values(self) -> None:
+        """Note how values are: as the loop is entered, or as the first step ends."""
+        self._values = self._late()
+
+    def drawn(self) -> list[str]:
+        """The generators that were drawn from since `note`."""
+        now = self._generators(rng.capture())
+        return sorted(name for name in now if now[name] != self._before.get(name))
+
+    def uneven(self) -> list[str]:
+        """The generators that were drawn from since `note` and not before the first step, or the other way round. The
+        first call is at the first step."""
+        drew = set(self.drawn())
+        if self._drew is None:
+            self._drew = drew
+        return sorted(
+            (drew ^ self._drew) & self._generators(rng.capture()).keys()
+        )  # those that do not count any more are not there
+
+    def amounts(self) -> tuple[int, int] | None:
+        """How many numbers were drawn from torch's generator before the first step and since `note`, if these are not
+        alike. The first call is at the first step."""
+        first, amount = self._amount, rng.numbers_between(self._torch, rng.capture()["torch"])
+        if first is None:
+            self._amount = amount
+        return None if first is None or amount is None or amount == first else (first, amount)
+
+    def moved(self) -> list[str]:
+        """The values that have changed since `note_values`, if they have before the first step, too. The first call is
+        at the first step."""
+        now = self._late()
+        changed = {name for name in now.keys() | self._values.keys() if now.get(name) != self._values.get(name)}
+        if self._changed is None:
+            self._changed = changed
+            return []
+        return sorted(changed & self._changed)
+
+    def _late(self) -> dict[str, object]:
+        try:
+            return late_values(self._adapter)
+        except HoldfastError:
+            return {}  # they cannot be captured: the first snapshot raises this, too
+
+    def _generators(self, captured: Tree) -> dict[str, str]:
+        states = captured | rng.states(self._adapter.generators()) | self._more()
+        return streams.digests(states)
 
 
 class Unstepped:

@@ -68,14 +68,14 @@ class SnapshotHook:
                 `untracked` and `statistics`.
         """
         session = self._session
-        session.script.asked = session.script.asked_for_step = True
+        session.first.asked = session.first.asked_for_step = True
         return session.position.number(session.progress.step)
 
     @property
     def epoch(self) -> int:
         """How many passes over `data` are finished: the pass in which the loop goes on. 0 on a cold start. Of several
         sources with names of their own, that counts which the loop names first."""
-        self._session.script.asked = True
+        self._session.first.asked = True
         return self._session.position.epoch
 
     def begin(self) -> None:
@@ -262,7 +262,7 @@ class SnapshotHook:
         self._entered = enter(self._adapter, numbered, self._statistics, self.checks, self.system)
         if options.block is None and self._entered.rank.agreement.rank == 0:
             warn_of_order(self._block)
-        self._entered.look_at_first_turns()
+        self._entered.first.look(self._entered.rank.engine)
         return self
 
     def close(self, *, early: bool = False) -> None:

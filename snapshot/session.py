@@ -30,7 +30,6 @@ from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.own_time import OwnTime
 from holdfast.snapshot.step.position import Position, says_where_steps_begin
-from holdfast.snapshot.step.script import Script
 
 log = get_log(__name__)
 
@@ -89,7 +88,7 @@ class Session:
 
     Attributes:
         loop: hears the events of the loop. protecting: the decisions that all ranks make together.
-        position: where the loop is. script: what the script keeps beside it.
+        position: where the loop is. first: what is checked of the script, and what the script keeps.
     """
 
     def __init__(
@@ -129,19 +128,14 @@ class Session:
         self._statistics = statistics
         block = to_tree(describe(options.for_start.block, adapter))
         self.position = position = Position(step, restored.loop, block, rank.system)
-        self.script = Script(
-            restored.loop,
-            adapter.modules(),
-            is_watched=checks.reading,
-            is_plain=restored.began is not None,
-        )
+        self.first = FirstTurns(restored, checks, progress, position, adapter)
         self.capture = Capture(
             adapter,
             rank.agreement,
             rank.engine,
             options.job,
             rank.coord,
-            lambda: self.position.tree() | self.script.tree(),
+            lambda: self.position.tree() | self.first.tree(),
             lambda: self.intervals.rule.notes() | {SPENT: to_plain(statistics.spent)},
             restored.run.id,
             rank.system,
@@ -149,12 +143,11 @@ class Session:
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, statistics)
         self._ending = Ending(options, rank, self.protecting)
         self._auditor = self._auditor_if_ordered(Theirs(checks.restored_by_themselves))
-        self._first = FirstTurns(restored, checks, progress, self.position, self.script)
         self.loop = Loop(
             adapter,
             rank,
             self.position,
-            self._first,
+            self.first,
             self.capture,
             self.protecting,
             statistics,
@@ -168,10 +161,6 @@ class Session:
             lambda: sum(data.read_s for data in position.sources.values()),
         )
         self._is_over = False  # the loop says that training is over, wherever it is left
-
-    def look_at_first_turns(self) -> None:
-        """See `FirstTurns.look`. Called by the hook after it has stored this session."""
-        self._first.look(self._adapter, self.rank.engine)
 
     def _auditor_if_ordered(self, theirs: Theirs) -> Auditor | None:
         orders = orders_from_environment()

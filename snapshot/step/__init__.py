@@ -3,14 +3,16 @@
 __all__ = [
     "boundary",
     "capture",
+    "carried",
     "copier",
     "data",
     "gradients",
+    "iterators",
     "ledger",
     "orders",
     "own_time",
     "position",
-    "script",
     "source",
     "turns",
+    "variables",
 ]

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.system import MACHINE, Clocks
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.counting import Counting
 from holdfast.snapshot.step.data import ELSEWHERE, Data
 
 DATA = "data"
 """Name of a source of batches, unless the loop gives one."""
+
+log = get_log(__name__)
 
 
 def says_where_steps_begin(held: Tree) -> bool:
@@ -27,7 +29,6 @@ class Position:
     Attributes:
         declared: whether the loop says where its steps begin.
         sources: sources of batches, by name.
-        counting: how the loop counts its batches.
     """
 
     def __init__(self, step: int, held: Tree, block: Tree, clock: Clocks = MACHINE) -> None:
@@ -40,7 +41,9 @@ class Position:
         """
         self.declared = self._in_steps = self._in_data = False
         self.sources: dict[str, Data] = {}
-        self.counting = Counting(held.get("leaves"))
+        # Whether some pass, in this process or an earlier one, has ended with gradients that no step used; None: none
+        # has ended yet.
+        self._leaves: bool | None = held.get("leaves")
         self._block = block
         self._clock = clock
         self._turn: int | None = held.get("turn")
@@ -88,11 +91,33 @@ class Position:
         return self._in_steps or self._in_data
 
     def pass_over(self, resumed: bool, unused: bool) -> str:
-        """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end. For
-        the arguments and the result see `Counting.pass_over`."""
+        """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end.
+
+        ``enumerate(snap.data(loader))`` begins at 0 again when a restart goes on in the middle of a pass, so a step at
+        every fourth batch would be another one. `snapshot.step.carried` finds that in the source of the script; where
+        there is none, a pass that ends otherwise than before tells.
+
+        Args:
+            resumed: whether the pass went on in its middle after a restart.
+            unused: whether gradients were computed that no step has used.
+
+        Returns why the restart has gone wrong; empty if it has not.
+        """
         self._in_data = False
-        is_only = len(self.sources) == 1 and self._turn is None
-        return self.counting.pass_over(resumed, unused) if is_only else ""
+        if len(self.sources) > 1 or self._turn is not None:
+            return ""
+        before, self._leaves = self._leaves, bool(self._leaves) or unused
+        if not (unused and resumed) or before:
+            return ""
+        text = (
+            "a pass that went on in its middle after a restart ends with gradients that no step has used, as if its "
+            "batches were counted from 0 again: write `for i, batch in snap.data(loader).enumerate():`, which goes on "
+            "counting"
+        )
+        if before is None:
+            log.warning("%s", text)  # perhaps all passes end so, and the next one uses them
+            return ""
+        return text
 
     def steps_over(self) -> None:
         """The loop over step numbers has reached its end. It need not have read to the end of a pass."""
@@ -133,4 +158,4 @@ class Position:
     def tree(self) -> Tree:
         """The position as plain values, for the next run."""
         places = {name: data.state() for name, data in self.sources.items()} | self._held
-        return {"turn": self._turn, "data": places, "block": self._block, "leaves": self.counting.leaves}
+        return {"turn": self._turn, "data": places, "block": self._block, "leaves": self._leaves}

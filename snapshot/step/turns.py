@@ -53,7 +53,7 @@ class Event(Enum):
     after its last step is to be kept. LEAVE: the hook is left, in whatever way.
 
     UNEVEN, MOVED: just before a FORWARD that begins a step, something was drawn or changed in another way than before
-    the first step, so that a restart would not get there; see `snapshot.resume.rehearsal`.
+    the first step, so that a restart would not get there; see `snapshot.first_turns.Rehearsal`.
     """
 
     FORWARD = auto()

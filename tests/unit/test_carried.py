@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from holdfast import InMemorySnapshot
+from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.state import rng
-from holdfast.snapshot.step.carried import RunningValues, function_of
-from holdfast.snapshot.step.flow import Carries, Flow, loops_at
+from holdfast.snapshot.step.carried import Carries, Flow, Named, RunningValues, function_of, loops_at
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 
 SET_UP = """
@@ -34,6 +34,14 @@ def train(snap, loader, model, optim, average):
 class Hook:
     """Stands for the hook in a source that is only read."""
 
+    __module__ = "holdfast.hook"
+
+
+def flow(function: ast.FunctionDef, line: int, values: dict[str, Any], adapter: TorchAdapter) -> Carries:
+    """What a function carries whose turns are the loops around a line."""
+    adapter.verify()  # notes what is captured
+    return Flow(function, loops_at(function, line), True, RunningValues(values), Named(adapter), {}).found
+
 
 def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) -> Carries:
     """What a loop over batches carries. `turn`: what it does with each; `after`: what it does after a pass."""
@@ -44,15 +52,7 @@ def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) ->
     optim = torch.optim.SGD(model.parameters(), 0.1)
     known = {"snap": Hook(), "model": model, "optim": optim, "average": nn.Linear(2, 2)}
     at = next(each.lineno for each in ast.walk(function) if isinstance(each, ast.For) and "data" in ast.dump(each.iter))
-    return Flow(
-        function,
-        loops_at(function, at),
-        True,
-        RunningValues(known | values).of,
-        lambda value: isinstance(value, Hook),
-        lambda path, value: isinstance(value, nn.Module | torch.optim.Optimizer),
-        lambda value: value is known["average"],
-    ).found
+    return flow(function, at, known | values, TorchAdapter(model, optim))
 
 
 TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()\n"
@@ -149,9 +149,7 @@ def train(snap, loader, model, optim):
 """
     function = ast.parse(text).body[0]
     assert isinstance(function, ast.FunctionDef)
-    values = RunningValues({"snap": Hook()}).of
-    turns = loops_at(function, 4)
-    return Flow(function, turns, True, values, lambda value: isinstance(value, Hook), lambda *_: False, bool).found
+    return flow(function, 4, {"snap": Hook()}, TorchAdapter(nn.Linear(1, 1), None))
 
 
 def test_a_loop_that_counts_from_its_beginning_again_is_found() -> None:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from holdfast.snapshot.step.counting import Counting
 from holdfast.snapshot.step.data import Data
+from holdfast.snapshot.step.position import Position
 
 
 def data(taken: int = 0) -> Data:
@@ -33,14 +33,14 @@ def test_the_own_enumerate_goes_on_counting_in_the_middle_of_a_pass() -> None:
 def test_only_gradients_that_no_pass_left_before_are_an_error(
     leaves: bool | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    counting = Counting(leaves)
-    assert counting.pass_over(resumed=True, unused=False) == ""
-    assert counting.leaves is bool(leaves)
+    position = Position(0, {"leaves": leaves}, {})
+    assert position.pass_over(resumed=True, unused=False) == ""
+    assert position.tree()["leaves"] is bool(leaves)
 
-    counting.leaves = leaves
-    wrong = counting.pass_over(resumed=True, unused=True)
+    position = Position(0, {"leaves": leaves}, {})
+    wrong = position.pass_over(resumed=True, unused=True)
     assert (".enumerate()" in wrong) is (leaves is False)
     warned = [line for line in caplog.records if line.levelno >= logging.WARNING]
     assert bool(warned) is (leaves is None)
-    assert counting.pass_over(resumed=False, unused=True) == ""  # a whole pass may leave some
-    assert counting.leaves
+    assert position.pass_over(resumed=False, unused=True) == ""  # a whole pass may leave some
+    assert position.tree()["leaves"]
