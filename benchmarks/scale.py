@@ -44,8 +44,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.collective.mesh import Mesh
-from holdfast.snapshot.collective.routes import distances, sockets_needed
+from holdfast.snapshot.collective.mesh import Mesh, distances, sockets_needed
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.entering import Entering, exchange

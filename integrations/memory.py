@@ -14,7 +14,7 @@ from holdfast.snapshot.collective.agreement import default_agreement
 from holdfast.snapshot.connect import connect, job_from_environment
 from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
-from holdfast.snapshot.resume.own_run import find_own
+from holdfast.snapshot.resume.entering import find_own
 from holdfast.snapshot.writer import SlotWriter
 
 

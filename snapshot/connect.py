@@ -1,12 +1,14 @@
-"""Find this node's SMP, or start it."""
+"""Find this node's SMP, or start it; and what launchers say in the environment about the job and its hosts."""
 
 from __future__ import annotations
 
 import os
 import re
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
+from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
@@ -14,7 +16,6 @@ from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE
 from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.snapshot.launchers import check_reachable, spanning
 
 log = get_log(__name__)
 
@@ -60,7 +61,7 @@ def start_here(
 
     Args:
         spans: how the caller knows that the job spans several hosts, if the environment does not say so; see
-            `launchers.spanning`.
+            `spanning`.
         ports, deadline_s: see `start_smp`.
 
     Raises:
@@ -141,3 +142,48 @@ def node_from_environment() -> str:
 def _host_name() -> str:
     name = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)
     return name.lstrip("._-")[:64] or "node"
+
+
+NODE_COUNTS = ("PET_NNODES", "LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+"""Variables of Kubeflow's trainers, LeaderWorkerSets and Slurm; the first that is set counts. ``2:4`` is a range."""
+
+
+def spanning(environment: Mapping[str, str]) -> str:
+    """The variables by which the launcher says that the job spans several hosts; empty if it does not say so.
+
+    What torchrun and Ray say about the workers counts before what is said about an allocation or a pod.
+    """
+    world, local = (_count(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if world and local:
+        return f"WORLD_SIZE={world}, LOCAL_WORLD_SIZE={local}" if world > local else ""
+    for name in NODE_COUNTS:
+        if count := _count(environment.get(name, "").rpartition(":")[2]):
+            return f"{name}={environment[name]}" if count > 1 else ""
+    if _count(environment.get("JOB_COMPLETION_INDEX", "")):  # set for the pods of an indexed Job or a JobSet
+        return f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']}"
+    return ""
+
+
+def check_reachable(hosts: str, spans: str, what: str = "the SMP of this node would listen") -> None:
+    """Check that a job's other nodes can reach an SMP that listens on `hosts`, one address or several.
+
+    A loopback address other than the usual one is accepted: the user then runs several nodes on this host.
+
+    Args:
+        spans: see `spanning`.
+
+    Raises:
+        ConfigError: they cannot, or these are no addresses.
+    """
+    if spans and parse_hosts(hosts)[0] == LOOPBACK:
+        raise ConfigError(
+            f"the job spans several hosts ({spans}), and {what} on {LOOPBACK}, where no other host reaches it. "
+            "Set on every host, for trainers and SMP:\n"
+            "    export HOLDFAST_HOST=$(hostname -I | cut -d' ' -f1)   # this host's address, as the others reach it\n"
+            "    export HOLDFAST_TOKEN_FILE=$HOME/.holdfast-token      # the same secret everywhere, chmod 600\n"
+            "(If all nodes are on this one host, give each a loopback address of its own: HOLDFAST_HOST=127.0.0.2, ...)"
+        )
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0

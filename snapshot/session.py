@@ -1,9 +1,11 @@
-"""What happens between entering the hook and leaving it. For the way through a step see `snapshot.loop`."""
+"""What happens between entering the hook and leaving it, together with the other ranks. For the way through a step see
+`snapshot.loop`."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
 from holdfast.smp_daemon.shared.errors import HoldfastError
@@ -12,7 +14,8 @@ from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.snapshot.ending import Ending
+from holdfast.snapshot.collective.mesh import AgreementLost
+from holdfast.snapshot.collective.reports import ALL, ANY, SAME, reduced
 from holdfast.snapshot.first_turns import Checks, FirstTurns
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.interval.recording import leave, recording_from_environment
@@ -21,6 +24,7 @@ from holdfast.snapshot.options import Options
 from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
+from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.resume.blocks import describe, to_tree
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state import rng
@@ -28,6 +32,7 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
 from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.capture import Capture
+from holdfast.snapshot.step.orders import CopyState
 from holdfast.snapshot.step.own_time import OwnTime
 from holdfast.snapshot.step.position import Position, says_where_steps_begin
 
@@ -46,6 +51,23 @@ def _spent(restored: Restored, system: System) -> Spent:
         return Spent(since=asked, until=asked).restarted(asked, asked, loaded, 0)
     account = from_plain(Spent, restored.notes[SPENT], "the account of the run's time")
     return account.restarted(loaded - system.ran_s(), asked, loaded, restored.steps_again or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """What ranks tell each other as they leave the loop well.
+
+    Attributes:
+        keeps: the snapshots are kept, as they are if any rank keeps them.
+        takes: a last snapshot is to be taken.
+        stepped: an optimizer has stepped, and that step has not been ended yet.
+        step: the number of steps that were ended.
+    """
+
+    keeps: bool = field(metadata=ANY)
+    takes: bool = field(metadata=ALL)
+    stepped: bool | None = field(metadata=SAME)
+    step: int | None = field(metadata=SAME)
 
 
 def enter(
@@ -141,7 +163,6 @@ class Session:
             rank.system,
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, statistics)
-        self._ending = Ending(options, rank, self.protecting)
         self._auditor = self._auditor_if_ordered(Theirs(checks.restored_by_themselves))
         self.loop = Loop(
             adapter,
@@ -210,12 +231,10 @@ class Session:
         self._own_time.remove()
         self.rank.smp.say_end(self.progress.step, error)
         protecting.pace.fence()
-        goes_on = (
-            not self._is_over and self.position.is_under_way
-        )  # the loop was left before its end, as far as it tells
+        goes_on = not self._is_over and self.position.is_under_way  # it was left before its end, as far as it tells
         kept, takes = well and (early or self._options.keep or goes_on), False
         if well:
-            kept, takes = self._ending.agree(keeps=kept, takes=not early, stepped=self.loop.has_stepped)
+            kept, takes = self._agree(kept, takes=not early)
         self.loop.leave(takes=kept and takes, goes_on=goes_on)
         try:
             protecting.layouts.stop_reserving(deadline_s)
@@ -223,9 +242,9 @@ class Session:
             if self._recording is not None:
                 self._recording.close(deadline_s)
             if well:
-                kept = self._ending.finish(kept)
+                kept = self._finish(kept)
                 if kept and not self._options.keep:
-                    self._ending.say_what_is_kept()
+                    self._say_what_is_kept()
         except HoldfastError as failure:
             if self._options.strict and well:
                 raise
@@ -236,6 +255,73 @@ class Session:
                 log.info("the run so far: %s", account)
             self.rank.close()
             protecting.let_go()
+
+    def _agree(self, keeps: bool, *, takes: bool) -> tuple[bool, bool]:
+        """All ranks have left their loops well: whether the snapshots are kept, as they are if any rank keeps them; and
+        whether a last one can be taken, as all have left after the same step. A collective call; blocks.
+
+        Args:
+            keeps, takes: what this rank wants.
+        """
+        if not self.protecting.is_together:
+            return keeps, False
+        try:
+            mine = _Leaving(keeps, takes, self.loop.has_stepped, self.progress.step)
+            everywhere = reduced(self.rank.agreement, mine)()
+        except AgreementLost:
+            self.protecting.part()
+            return keeps, False
+        left_together = everywhere.stepped is not None and everywhere.step is not None
+        return everywhere.keeps, everywhere.takes and left_together
+
+    def _finish(self, keeps: bool) -> bool:
+        """End the job here once all ranks have ended well, even if they lost each other, unless one of them keeps its
+        snapshots. A collective call. Returns whether they are kept.
+
+        Raises:
+            HoldfastError: the job cannot be ended here, and this node's SMP goes on running.
+        """
+        lost: AgreementLost | None = None
+        if self.protecting.is_together:
+            try:
+                return self._finish_together(keeps)
+            except AgreementLost as error:
+                lost = error
+        if keeps:
+            return True
+        self.protecting.part()
+        if not self.rank.agreement.meet_at_end(self._options.deadline_s):
+            raise lost or AgreementLost("not all ranks have ended well")
+        return self._finish_together(keeps)
+
+    def _finish_together(self, keeps: bool) -> bool:
+        rank, deadline_s = self.rank, self._options.deadline_s
+        copy, ledger = self.protecting.newest, self.protecting.ledger
+        if copy is not None:
+            copy.reached(CopyState.SEALED, deadline_s)
+        if self._options.keep or (keeps and ledger.keep):
+            if ledger.encoded:
+                rank.client.await_outcome(ledger.encoded[-1], deadline_s)
+            return True
+        mine = json.dumps([rank.coord, rank.client.node, rank.progress.epoch])
+        everyone = [json.loads(text) for text in rank.agreement.gather(mine.encode())]
+        on_this_node = [coord for coord, node, _ in everyone if node == rank.client.node]
+        if min(on_this_node, key=coordinate_key) == rank.coord:
+            rank.smp.finish(max(epoch for _, _, epoch in everyone))
+        return False
+
+    def _say_what_is_kept(self) -> None:
+        """Log, on one rank, that the snapshots stay although the loop raised nothing."""
+        if self.rank.agreement.rank:
+            return
+        copy, ledger = self.protecting.newest, self.protecting.ledger
+        is_sealed = copy is not None and copy.state is CopyState.SEALED
+        newest = copy.snapshot if copy is not None and is_sealed else ledger.sealed or ledger.protected
+        log.warning(
+            "the loop was left before its end, so the job's snapshots stay in memory for the next start (the newest: "
+            "%s). If training is over, say snap.finish() before the block ends",
+            newest or "none",
+        )
 
     def _step_ended(self) -> None:
         self._statistics.spent = replace(self._statistics.spent, own=self._own_time.step_ended())

@@ -20,7 +20,7 @@ from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.resume.choice import StartOptions
-from holdfast.snapshot.resume.own_run import check_nothing_is_left, find_own
+from holdfast.snapshot.resume.entering import check_nothing_is_left, find_own
 from holdfast.snapshot.resume.reserve import await_slots, lay_out, node_turn
 from holdfast.snapshot.state.record import place_tensors, plan_format
 

@@ -18,7 +18,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failures import NODE_LOST
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
 from holdfast.smp_daemon.shared.settings import OVERHEAD_BUDGET, PERSIST_EVERY
-from holdfast.snapshot.collective.routes import distances
+from holdfast.snapshot.collective.mesh import distances
 from holdfast.snapshot.interval.rule import choose
 from holdfast.snapshot.resume.arrange import Protection
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots

@@ -27,8 +27,7 @@ from holdfast.smp_daemon.shared.spawn import (
     running_owner,
     smp_command,
 )
-from holdfast.snapshot.connect import job_from_environment, node_from_environment
-from holdfast.snapshot.launchers import check_reachable, spanning
+from holdfast.snapshot.connect import check_reachable, job_from_environment, node_from_environment, spanning
 
 
 def add(commands: Any) -> None:

@@ -44,11 +44,11 @@ from holdfast.snapshot.resume.choice import (
     tier_of,
 )
 from holdfast.snapshot.resume.elastic import OtherWorld, ask_idle, check_change
-from holdfast.snapshot.resume.entering import exchange
-from holdfast.snapshot.resume.own_run import (
+from holdfast.snapshot.resume.entering import (
     ask_persisted_runs,
     check_not_at_work,
     check_nothing_is_left,
+    exchange,
     reach_of,
     ways_out,
     what_is_persisted,

@@ -44,7 +44,6 @@ from holdfast.smp_daemon.storage.pool import SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Sealing, Store
-from holdfast.snapshot import own_smp
 from holdfast.snapshot.connect import start_here
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import Witness
@@ -53,7 +52,7 @@ from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.resume import restore
 from holdfast.snapshot.resume.attempt import SameWorld
 from holdfast.snapshot.resume.choice import RestoreAttempts
-from holdfast.snapshot.resume.own_run import Reach
+from holdfast.snapshot.resume.entering import Reach
 from holdfast.snapshot.state import live, rng, streams, tracked
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.flags import Flags
@@ -505,7 +504,7 @@ BLIND: tuple[Change, ...] = ((Witness, "check", _never),)
 
 PLAN = "holdfast.smp_daemon.shared.plan"
 RESTORE = "holdfast.snapshot.resume.restore"
-OWN_RUN = "holdfast.snapshot.resume.own_run"
+OWN_RUN = "holdfast.snapshot.resume.entering"
 
 # ---------------------------------------------------------------------- on nodes of real size
 
@@ -574,13 +573,13 @@ MUTANTS: dict[str, SimMutant] = {
     "attach-blocks": SimMutant(
         "the training thread waits for an SMP that is being started, however long that takes",
         "waits",
-        ((own_smp.__name__, "ATTACH_DEADLINE_S", 120.0),),
+        (("holdfast.snapshot.rank", "ATTACH_DEADLINE_S", 120.0),),
         _sized("kill-smp", start_s=40.0, copy=20e9),
     ),
     "swallowed": SimMutant(
         "why no SMP can be started is swallowed, and the connection said to be refused",
         "said",
-        ((own_smp.__name__, "connect", _swallows),),
+        (("holdfast.snapshot.rank", "connect", _swallows),),
         lambda plan: replace(_sized()(plan), refused=REFUSAL),
     ),
     "fixed-deadline": SimMutant(

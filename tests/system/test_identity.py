@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.runs import (
 )
 from holdfast.smp_daemon.shared.starts import Record, Start
 from holdfast.snapshot.resume.choice import StartOptions
-from holdfast.snapshot.resume.own_run import check_nothing_is_left, reach_of
+from holdfast.snapshot.resume.entering import check_nothing_is_left, reach_of
 from tests.deadlines import await_that
 from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 from tests.smp_kit import Run as JobOfRun

@@ -15,8 +15,7 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import socket_path
-from holdfast.snapshot.connect import connect, start_here
-from holdfast.snapshot.launchers import check_reachable, spanning
+from holdfast.snapshot.connect import check_reachable, connect, spanning, start_here
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, run_on
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.snapshot.collective.mesh import AgreementLost, Mesh
-from holdfast.snapshot.collective.routes import hops, sockets_needed
+from holdfast.snapshot.collective.mesh import AgreementLost, Mesh, hops, sockets_needed
 from tests.deadlines import DEADLINE_S
 from tests.scripts import python
 from tests.smp_kit import open_files

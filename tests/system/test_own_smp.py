@@ -12,8 +12,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.smp_daemon.shared.system import MACHINE, System
-from holdfast.snapshot import own_smp
-from holdfast.snapshot.own_smp import LEAST_PAUSE_S, OwnSmp
+from holdfast.snapshot import rank
+from holdfast.snapshot.rank import LEAST_PAUSE_S, OwnSmp
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, suspend
 
@@ -53,7 +53,7 @@ def test_an_smp_that_replaces_one_and_its_arena_is_where_the_others_look_for_it(
 ) -> None:
     smp = ground.smp()
     monkeypatch.setenv("HOLDFAST_HOST", smp.host)
-    monkeypatch.setattr(own_smp, "ATTACH_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(rank, "ATTACH_DEADLINE_S", DEADLINE_S)
     own = OwnSmp(smp.arena, smp.job, "dp0", start=True)
     smp.lose()
     own.attach(1, lambda: None)
@@ -70,7 +70,7 @@ def test_the_training_thread_does_not_wait_for_another_process_that_starts_an_sm
 ) -> None:
     smp = ground.smp()
     monkeypatch.setenv("HOLDFAST_HOST", smp.host)
-    monkeypatch.setattr(own_smp, "ATTACH_DEADLINE_S", 0.2)
+    monkeypatch.setattr(rank, "ATTACH_DEADLINE_S", 0.2)
     own = OwnSmp(smp.arena, smp.job, "dp0", start=True)
     smp.kill()
     with spawn._turn_to_start(smp.arena, MACHINE) as is_my_turn:

@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.inventory import Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.resume import own_run
+from holdfast.snapshot.resume import entering
 from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, run_on
 
@@ -348,9 +348,9 @@ def test_a_start_goes_on_although_storage_does_not_say_what_it_has(
     _, run, at = moody
     client = run["dp0"].client
     snapshot = run.protect(1)
-    monkeypatch.setattr(own_run, "LOOK_DEADLINE_S", 0.2)
+    monkeypatch.setattr(entering, "LOOK_DEADLINE_S", 0.2)
     at.goes_on.clear()
-    told = own_run.ask_persisted_runs(client, Agreement())
+    told = entering.ask_persisted_runs(client, Agreement())
     assert told.problem and not told.runs
     assert (snapshot, "dp0") in client.inventory().shards, "the trainer has a connection that works"
 

@@ -14,15 +14,17 @@ import pytest
 from holdfast.planner.profiles import PUBLISHED, profile
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failures import NODE_LOST, NODE_MTBF_S
-from holdfast.snapshot.interval.cost import EVIDENCE, WINDOW, SnapshotCost
 from holdfast.snapshot.interval.rule import (
     AT_RISK,
+    EVIDENCE,
     LEAST_EXPOSURE_S,
     LONGEST,
     REMEMBERED,
     SHORTEST,
+    WINDOW,
     YOUNG_S,
     IntervalRule,
+    SnapshotCost,
     Spacing,
     choose,
 )

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.system import Clocks
-from holdfast.snapshot.collective import meeting
-from holdfast.snapshot.collective.meeting import LEAD_STEPS, MOST_DOUBLINGS, Meeting
+from holdfast.snapshot.collective import agreement
+from holdfast.snapshot.collective.agreement import LEAD_STEPS, MOST_DOUBLINGS, Meeting
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, SnapshotState
 from tests.deadlines import DEADLINE_S
 
 
 class Board:
-    """`snapshot.collective.meeting.RendezvousStore` in one process."""
+    """What meetings use of a `torch.distributed.Store`, in one process."""
 
     def __init__(self) -> None:
         self.said: dict[str, bytes] = {}
@@ -65,7 +65,7 @@ def all_come(ranks: list[Meeting], step: int) -> list[str | None]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Meeting]]:
     """Three ranks in real time."""
-    monkeypatch.setattr(meeting, "MEETING_DEADLINE_S", DEADLINE_S)
+    monkeypatch.setattr(agreement, "MEETING_DEADLINE_S", DEADLINE_S)
     board = Board()
     yield [Meeting(board, rank, 3) for rank in range(3)]
 
@@ -115,7 +115,7 @@ def test_who_does_not_come_is_waited_for_once_and_who_comes_after_that_waits_for
     assert [rank.come(1) for rank in ranks] == [None] * 2
     assert ranks[0].come(1 + LEAD_STEPS) is None
     waited = clock.now_s
-    assert waited == pytest.approx(meeting.MEETING_DEADLINE_S, abs=0.1)
+    assert waited == pytest.approx(agreement.MEETING_DEADLINE_S, abs=0.1)
     assert ranks[1].come(1 + LEAD_STEPS) is None and clock.now_s == waited
 
 

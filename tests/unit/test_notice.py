@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.settings import LEAVE_ON
-from holdfast.snapshot.notice import Notice
+from holdfast.snapshot.rank import Notice
 
 HEARD = signal.SIGUSR1
 

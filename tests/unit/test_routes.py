@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast.snapshot.collective.routes import Hop, branch, distances, hops, sockets_needed
+from holdfast.snapshot.collective.mesh import Hop, branch, distances, hops, sockets_needed
 
 
 def test_on_one_node_or_one_on_each_a_broadcast_does() -> None:

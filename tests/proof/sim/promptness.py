@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.spawn import LOOK_EVERY_S
-from holdfast.snapshot.own_smp import ATTACH_DEADLINE_S
+from holdfast.snapshot.rank import ATTACH_DEADLINE_S
 from tests.proof.sim.plan import SeedPlan
 from tests.proof.sim.scheduler import Scheduler
 from tests.proof.sim.sized import back_s, copy_s, is_slow
