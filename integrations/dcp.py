@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.integrations.memory import Memory
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError, failure_of
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
@@ -45,6 +44,7 @@ from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
 from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.state.values import decode_plain, encode
+from holdfast.snapshot.writer import Memory
 
 ALL_RANKS = (
     "a checkpoint in memory is saved and loaded by all ranks together: call dcp.save, dcp.async_save or dcp.load on "

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from holdfast.integrations.memory import Memory
 from holdfast.smp_daemon.recovery.reading import RemoteShard
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.plan import plan_restore
@@ -26,6 +25,7 @@ from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
+from holdfast.snapshot.writer import Memory
 
 
 @dataclass(frozen=True, slots=True)

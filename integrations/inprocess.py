@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from holdfast.integrations.survivors.attempts import JobAttempt, JobPlace, hindrance, parse_lines, to_line
-from holdfast.integrations.survivors.children import leave
 from holdfast.integrations.survivors.rendezvous import join
-from holdfast.integrations.survivors.supervisor import Supervisor
+from holdfast.integrations.survivors.supervisor import Supervisor, leave
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.hook import SnapshotHook

@@ -87,7 +87,6 @@ class TrainerConversation:
             messages.AskCounters: lambda request: smp.store.counters.read(),
             messages.Scrub: lambda request: scrub(self._store, lambda count: None),
             messages.Say: self._say,
-            messages.Suspect: lambda request: smp.monitor.suspect(request.node),
             messages.Ended: self._ended,
             messages.Leave: lambda request: smp.drainer.hand_over(request.deadline_s),
             messages.Finish: self._finish,

@@ -85,8 +85,8 @@ log = get_log(__name__)
 
 
 class Notice:
-    """Hears signals that announce that this node is to be taken away, until `withdraw`. A signal that comes a second time
-    does what it did before.
+    """Hears signals that say that this node is to be taken away, until `withdraw`. One that comes a second time does
+    what it did before.
 
     Attributes:
         given: whether one has come.

@@ -1,24 +1,29 @@
-"""Writes snapshots on demand, as checkpoints are written, instead of at every boundary of a training loop."""
+"""Checkpoints in memory: snapshots that are written and found on demand, not at every boundary of a training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
-from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError, failure_of
 from holdfast.smp_daemon.shared.identity import next_epoch
+from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.plan import newest_protected, newest_whole
+from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.plan import RestorePlan, newest_protected, newest_whole
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.starts import Start
-from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.collective.agreement import Agreement, default_agreement
+from holdfast.snapshot.connect import connect, job_from_environment
 from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
-from holdfast.snapshot.resume.arrange import Protection
+from holdfast.snapshot.resume.arrange import Protection, parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.entering import check_nothing_is_left, find_own
 from holdfast.snapshot.resume.reserve import await_slots, lay_out, node_turn
@@ -143,3 +148,75 @@ class SlotWriter:
         outcome = self._client.await_outcome(snapshot, self._deadline_s)
         if outcome is not SnapshotOutcome.PROTECTED:
             raise HoldfastError(f"{snapshot} is not protected: {outcome.name.lower()}")
+
+
+class Memory:
+    """One rank's access to the checkpoints of its job. The constructor is a collective call.
+
+    Attributes:
+        coord: this rank's coordinate.
+        ranks: number of ranks.
+    """
+
+    def __init__(
+        self,
+        job: str | None,
+        suffix: str,
+        arena: str | Path | None,
+        *,
+        start: bool,
+        protect: str = "auto",
+        deadline_s: float = 120.0,
+    ) -> None:
+        """
+        Args:
+            job: the job whose memory is used; default: the id of the training run with `suffix` added, so that an
+                `InMemorySnapshot` of the same run is not disturbed.
+            arena, start, protect: as for `holdfast.InMemorySnapshot`.
+            deadline_s: how long a write waits until it is protected, in seconds.
+
+        Raises:
+            ConfigError: an argument, or the set-up of the machine, is wrong.
+        """
+        self._protection, self._deadline_s = parse_protect(protect), deadline_s
+        self._writer: SlotWriter | None = None
+        self.job = job or f"{job_from_environment()}{suffix}"
+        self.agreement = default_agreement()
+        self.coord = f"rank{self.agreement.rank}"
+        self.ranks = len(self.agreement.gather(self.coord.encode()))
+        self.client = connect(arena_path(self.job, arena), self.job, start=start)
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this is the lowest rank on its node. A collective call."""
+        nodes = self.agreement.gather(self.client.node.encode())
+        return nodes.index(self.client.node.encode()) == self.agreement.rank
+
+    def find(self) -> tuple[dict[str, str], list[Inventory]]:
+        """The node of every rank, in order, and what the SMPs hold of the job's run. A collective call. Raises as
+        `find_own`."""
+        entered, _, inventories = find_own(self.client, self.agreement, self.coord, StartOptions.of_run())
+        return entered.coords, inventories
+
+    def recover(self, plan: RestorePlan, coord: str) -> tuple[RecoveredShard, SlotFormat]:
+        """Have this node hold a shard, and read its header. Blocks; raises `HoldfastError`."""
+        shard = self.client.recover(plan.sources, coord)
+        return shard, believe_slot(shard.view, Claim.of_shard(plan.snapshot, coord, plan.sources.layout))
+
+    @property
+    def writer(self) -> SlotWriter:
+        """Writes this rank's part. Made when it is first asked for, by a collective call: see `SlotWriter`."""
+        if self._writer is None:
+            shared = self.client, self.agreement, self.job, self.coord
+            self._writer = SlotWriter(*shared, self._protection, self._deadline_s)
+        return self._writer
+
+    def close(self, *, keep: bool = True) -> None:
+        """Close the connections to the SMP and to the other ranks. ``keep=False`` also gives up all checkpoints and
+        ends the SMPs: a collective call."""
+        if not keep and self.is_first_of_node:
+            self.client.finish(self.writer.epoch)
+        if self._writer is not None:
+            self._writer.close()
+        self.client.close()
+        self.agreement.close()

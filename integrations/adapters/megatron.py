@@ -19,20 +19,23 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
 from holdfast.integrations.adapters.megatron_optimizers import (
+    HybridState,
     casts,
     check_captured,
+    check_quantized_anew,
     check_quantizes,
+    check_weights,
     copy_to_weights,
     gathers_before_casting,
     holds_gradients,
     is_divided,
+    is_quantized,
     layer_wise,
     parts,
     state_of,
+    stepped,
 )
-from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
 from holdfast.integrations.adapters.untried import warn_of_untried
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf

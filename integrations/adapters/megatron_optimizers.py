@@ -1,17 +1,22 @@
-"""megatron-core's optimizers: which are captured, what part of them is state, and what is derived from it."""
+"""megatron-core's optimizers: which are captured, what part of them is state, and what is derived from it.
+
+Transformer Engine's weights in 8 or 4 bits are not captured: megatron-core's own functions quantize them anew from the
+main parameters. A check runs these functions once and compares all bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast.integrations.adapters.fused_adam import FusedAdamState, keeps_scales
-from holdfast.integrations.adapters.megatron_offload import HybridState, is_hybrid
-from holdfast.integrations.adapters.transformer_engine import is_quantized
-from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.snapshot.copy.tensors import Block
+from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
+from holdfast.smp_daemon.shared.logs import some
+from holdfast.smp_daemon.shared.slotfile import Leaf
+from holdfast.snapshot.copy.tensors import Block, local
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree
 from holdfast.snapshot.state.optimizers import OptimizerState
 
 CHAINS = ("ChainedOptimizer", "LayerWiseDistributedOptimizer")
@@ -159,3 +164,264 @@ def copy_to_weights(part: Any) -> None:
 def _names(of: object) -> set[str]:
     """The names of an object's class and base classes."""
     return {each.__name__ for each in type(of).__mro__}
+
+
+SCALE = ".scale"
+
+
+def keeps_scales(optimizer: object) -> bool:
+    """Whether this is the FusedAdam of a precision-aware Transformer Engine, 2.0 or newer."""
+    return all(hasattr(optimizer, name) for name in ("_scales", "initialize_state", "name_to_dtype_map"))
+
+
+class FusedAdamState(OptimizerState):
+    """The state of Transformer Engine's FusedAdam, which makes an optimizer precision-aware: it may keep moments in 16
+    bits, main parameters of its own, and the scales of both beside its state.
+
+    Raises:
+        ConfigError: moments are kept in 8 bits.
+    """
+
+    optimizer: Any
+
+    def __init__(self, optimizer: Any, prefix: str, **options: Any) -> None:
+        super().__init__(optimizer, prefix, **options)
+        narrow = [name for name, dtype in optimizer.name_to_dtype_map.items() if dtype == torch.uint8]
+        if narrow:
+            raise ConfigError(
+                f"{prefix}: FusedAdam keeps {narrow[0]} in 8 bits, in a tensor class of Transformer Engine that was "
+                f"never tested: train with --{narrow[0].replace('_', '-')}-dtype bf16"
+            )
+        self._scales_before: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        """Moments, main parameters, and the scales of both."""
+        yield from super().tensors()
+        for name, parameter in self.parameters():
+            for entry, scale in self.optimizer._scales.get(parameter, {}).items():
+                yield LiveTensor(f"{self._prefix}.{name}.{entry}{SCALE}", scale, Change.STEP)
+
+    def watched(self) -> Iterator[Container]:
+        """The base's containers, and those of the scales."""
+        yield from super().watched()
+        yield self.optimizer._scales
+        yield from self.optimizer._scales.values()
+
+    def materialise(self, leaves: Mapping[str, Leaf]) -> None:
+        """Let the optimizer create its own state."""
+        self._scales_before = dict(self.optimizer._scales)
+        before = {key: dict(state) for key, state in self.optimizer.state.items()}
+        for name, parameter in self.parameters():
+            if not self.optimizer.state.get(parameter) and f"{self._prefix}.{name}.exp_avg" in leaves:
+                self._initialise(parameter)
+        super().materialise({name: leaf for name, leaf in leaves.items() if not name.endswith(SCALE)})
+        self._before = before
+
+    def withdraw(self) -> None:
+        """Undo `materialise`, including the scales."""
+        super().withdraw()
+        self.optimizer._scales.clear()
+        self.optimizer._scales.update(self._scales_before)
+
+    def _initialise(self, parameter: torch.Tensor) -> None:
+        make = self.optimizer.initialize_state
+        remainders = getattr(self.optimizer, "store_param_remainders", False) and parameter.dtype == torch.bfloat16
+        several = len(inspect.signature(make).parameters) > 1  # since Transformer Engine 2.1
+        make(parameter, remainders) if several else make(parameter)
+
+
+COPY = "master_param"
+"""The entry of a parameter's state under which the optimizer also lists the copy."""
+
+
+def is_hybrid(optimizer: object) -> bool:
+    """Whether this is a HybridDeviceOptimizer."""
+    return any(kind.__name__ == "HybridDeviceOptimizer" for kind in type(optimizer).__mro__)
+
+
+def stepped(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that is stepped for a parameter: the parameter itself or, in a hybrid optimizer, its copy if any."""
+    found: torch.Tensor = (
+        optimizer.param_to_inner_param.get(parameter, parameter) if is_hybrid(optimizer) else parameter
+    )
+    return found
+
+
+class HybridState(OptimizerState):
+    """CPU offload: the state of a HybridDeviceOptimizer, by its own parameters, whose inner optimizers step copies of
+    them. The copies are state, and the inner optimizers hold the moments; the parameters are filled from the copies
+    after each step, and likewise after a restore. `tensors` leaves out the copies: see `stepped`.
+
+    Args: those of `OptimizerState`, but replicas never divide this state: `replicated` has no effect.
+    """
+
+    optimizer: Any
+
+    def __init__(self, optimizer: Any, prefix: str, **options: Any) -> None:
+        super().__init__(optimizer, prefix, **options | {"replicated": False})
+        self.inside: list[Any] = list(optimizer.sub_optimizers)
+
+    def tensors(self) -> Iterator[LiveTensor]:
+        """Moments and the like. Raises `ConfigError` if an inner optimizer keeps scales beside its state."""
+        for each in self.inside:
+            if getattr(each, "_scales", None):
+                raise ConfigError(
+                    f"{self._prefix}: {type(each).__qualname__} inside a HybridDeviceOptimizer keeps moments in 16 or "
+                    "8 bits, which was never tested: use moments in 32 bits, or no --optimizer-cpu-offload"
+                )
+        copies = {id(copy) for copy in self.optimizer.param_to_inner_param.values()}
+        return (each for each in super().tensors() if id(each.tensor) not in copies)
+
+    def watched(self) -> Iterator[Container]:
+        """The containers that persist. In each step the optimizer makes its own ``state`` and the inner groups anew."""
+        yield self.optimizer.param_groups
+        for group in self.optimizer.param_groups:
+            yield group
+            yield group["params"]
+        for each in self.inside:
+            yield each.state
+            yield from each.state.values()
+
+    def look(self) -> Look:
+        """The base's, and the class of the optimizer that steps each parameter; values as in `_with_options`."""
+        self._check_inside()
+        found = super().look()
+        return Look(found.fixed | {"inside": self._kinds()}, lambda: self._with_options(found))
+
+    def _with_options(self, found: Look) -> Tree:
+        """The base's, and options that the inner optimizers have added to their groups, such as FusedAdam's
+        ``step``."""
+        self._check_inside()
+        return found.late() | {
+            "inside": {
+                name: {k: group[k] for k in group.keys() - given} for name, group, given in self._groups_inside()
+            }
+        }
+
+    def _check_inside(self) -> None:
+        """Raises `StateMismatch` if the inner optimizers were replaced since this object was made."""
+        if [*map(id, self.optimizer.sub_optimizers)] != [*map(id, self.inside)]:
+            raise StateMismatch(
+                f"the inner optimizers of {self._prefix} were replaced, as load_state_dict does: load its state before "
+                "the hook is entered, not while it trains"
+            )
+
+    def check(self, plain: Tree, fixed: Tree) -> None:
+        """Raises `StateMismatch` as the base does, and if another kind of optimizer stepped a parameter before."""
+        super().check(plain, fixed)
+        held, have = fixed["inside"], self._kinds()
+        moved = [f"{name} by {held[name]}, now {have[name]}" for name in have if have[name] != held[name]]
+        if moved or plain["inside"].keys() != {name for name, _, _ in self._groups_inside()}:
+            raise StateMismatch(
+                f"{self._prefix} offloads other parameters than in the snapshot: {some(moved) or 'in other groups'}. "
+                "Restore with the --optimizer-offload-fraction, and the overlap, that the snapshot was taken with"
+            )
+
+    def materialise(self, leaves: Mapping[str, Leaf]) -> None:
+        """As the base, but on the devices of the copies."""
+        super().materialise(leaves)
+        for parameter, state in self.optimizer.state.items():
+            device = stepped(self.optimizer, parameter).device
+            state |= {k: torch.empty_like(v, device=device) for k, v in state.items() if v.device != device}
+
+    def load(self, plain: Tree, fixed: Tree) -> None:
+        """As the base; then give the inner optimizers their state, and fill the parameters from the copies."""
+        for name, parameter in self.parameters():
+            if COPY in fixed["order"][name]:
+                self.optimizer.state.setdefault(parameter, {})[COPY] = stepped(self.optimizer, parameter)
+        super().load(plain, fixed)
+        original = self.optimizer.inner_param_to_orig_param
+        for name, group, _ in self._groups_inside():
+            group |= plain["inside"][name]
+        for each in self.inside:
+            each.state.clear()
+            copies = [copy for group in each.param_groups for copy in group["params"]]
+            held = self.optimizer.state
+            each.state.update({copy: held[original[copy]] for copy in copies if original[copy] in held})
+        with torch.no_grad():
+            for parameter, copy in self.copies():
+                parameter.copy_(copy)
+
+    def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(parameter, copy) for each parameter that has a separate copy."""
+        pairs: dict[torch.Tensor, torch.Tensor] = self.optimizer.param_to_inner_param
+        return ((parameter, copy) for parameter, copy in pairs.items() if parameter is not copy)
+
+    def _kinds(self) -> dict[str, str]:
+        kinds = {
+            self.optimizer.inner_param_to_orig_param[copy]: f"{type(each).__module__}.{type(each).__qualname__}"
+            for each in self.inside
+            for group in each.param_groups
+            for copy in group["params"]
+        }
+        return {name: kinds[parameter] for name, parameter in self.parameters()}
+
+    def _groups_inside(self) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+        """Each inner group, by the name of its first parameter, and the names of the options that it was given."""
+        given = set(self.optimizer.defaults).union(*self.optimizer.param_groups)
+        names = {parameter: name for name, parameter in self.parameters()}
+        for each in self.inside:
+            given_inside = given | set(each.defaults)
+            for group in each.param_groups:
+                yield names[self.optimizer.inner_param_to_orig_param[group["params"][0]]], group, given_inside
+
+
+QUANTIZED = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
+"""Classes of quantized weights."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    """Whether a weight is stored in 8 or 4 bits, in one of the known classes."""
+    return any(kind.__name__ in QUANTIZED for kind in type(weight).__mro__)
+
+
+def check_weights(weights: Mapping[torch.Tensor, str]) -> None:
+    """Raises `ConfigError` if a weight's class is unknown, so that it may hold more than is captured."""
+    for weight, name in weights.items():
+        if type(local(weight)) not in PLAIN and not is_quantized(weight):
+            known = ", ".join(QUANTIZED)
+            raise ConfigError(
+                f"{name} is kept as {type(weight).__name__}, which is not captured: {known} are, and plain tensors; "
+                "train without --fp8-param-gather, --fp4-param-gather and --moe-single-grouped-weight"
+            )
+
+
+def check_quantized_anew(weights: Mapping[torch.Tensor, str], quantize: Callable[[], None]) -> None:
+    """Check that `quantize` reproduces the weights. They are put back, whatever comes of it.
+
+    Raises:
+        ConfigError: a weight has no tensors that could be compared.
+        StateMismatch: `quantize` made other bytes.
+    """
+    held = {weight: {key: part.to("cpu", copy=True) for key, part in _parts(weight).items()} for weight in weights}
+    if bare := [weights[weight] for weight, parts in held.items() if not parts]:
+        raise ConfigError(
+            f"{bare[0]}: no tensors were found in this quantized weight, so it cannot be checked; train without "
+            "--fp8-param-gather"
+        )
+    differ = ""
+    try:
+        quantize()
+    finally:
+        for weight, parts in held.items():
+            now = _parts(weight)
+            for key, part in parts.items():
+                if not torch.equal(part.view(torch.uint8), now[key].cpu().view(torch.uint8)):
+                    differ = differ or f"{weights[weight]} ({key})"
+                now[key].copy_(part)
+    if differ:
+        raise StateMismatch(
+            f"{differ}: quantizing the main parameter anew does not give this weight, so a restore would change it; "
+            "train without --fp8-param-gather and --fp4-param-gather"
+        )
+
+
+def _parts(weight: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a quantized weight and its quantizer, without transposes and high-precision copies."""
+    of_quantizer = getattr(getattr(weight, "_quantizer", None), "__dict__", {})
+    found = {key: each for key, each in vars(weight).items() if key.startswith("_")}
+    found |= {f"_quantizer.{key}": each for key, each in of_quantizer.items()}
+    kept = (key for key in found if "transpose" not in key and "high_precision" not in key)
+    return {key: found[key] for key in kept if type(found[key]) is torch.Tensor}

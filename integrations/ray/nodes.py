@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,15 +214,6 @@ class NodeAgent:
         owner = running_owner(self._arena)
         return look(self._job, owner.control).sentence() if owner else ""
 
-    def suspect(self, node: str) -> None:
-        """Tell the SMP here that Ray considers a node dead. Raises `HoldfastError`."""
-        if running_owner(self._arena) is not None:
-            client = SmpClient(self._arena, self._job)
-            try:
-                client.suspect(node)
-            finally:
-                client.close()
-
     def stop(self, remove: bool, force: bool) -> None:
         """End the SMP. Raises `HoldfastError` if it refuses; then this agent looks after it as before."""
         with self._lock:
@@ -242,12 +233,10 @@ class HeadAgent:
         self._job, self._on = job, on
         self._environment = dict(environment)
         self._look_every_s = look_every_s
-        # Guards the three dicts below. The watching thread and Ray's threads that answer `tend` take it. A thread that
-        # holds it never waits for a node agent, because an agent that starts an SMP takes minutes.
+        # Guards `_agents`. The watching thread and Ray's threads that answer `tend` take it. A thread that holds it
+        # never waits for a node agent, because an agent that starts an SMP takes minutes.
         self._lock = threading.Lock()
         self._agents: dict[str, Any] = {}
-        self._names: dict[str, str] = {}
-        self._asked: dict[str, Any] = {}
         threading.Thread(target=self._watch, name="head-agent", daemon=True).start()
 
     def _watch(self) -> None:
@@ -270,13 +259,10 @@ class HeadAgent:
         made = {}
         with self._lock:
             alive = nodes(self._on)
-            gone = self._agents.keys() - set(alive)
             self._agents = {node: actor for node, actor in self._agents.items() if node in alive}
-            self._tell(gone)
             for node in alive:
                 if node not in self._agents or (again and _find(_name(self._job, node)) is None):
                     made[node] = self._agents[node] = self._make(node)
-            self._learn_names()
         for node, agent in made.items() if again else ():
             try:
                 ray.get(agent.report.remote())
@@ -284,29 +270,6 @@ class HeadAgent:
                 if error.actor_init_failed:
                     raise ConfigError(f"the node agent of {node} could not start an SMP: {error}") from error
                 log.warning("the node agent of %s has died again: %s", node, error)
-
-    def _tell(self, gone: Collection[str]) -> None:
-        """Tell every SMP that these nodes may be dead. One that misses it finds out later. The caller holds `_lock`."""
-        for node in sorted(gone):
-            name = self._names.pop(node, "")
-            self._asked.pop(node, None)
-            for agent in self._agents.values() if name else ():
-                agent.suspect.remote(name)
-
-    def _learn_names(self) -> None:
-        """Note holdfast's names of the nodes whose agents have answered. The caller holds `_lock`."""
-        for node, agent in self._agents.items():
-            if node in self._names:
-                continue
-            if node not in self._asked:
-                self._asked[node] = agent.report.remote()
-            answer = self._asked[node]
-            if ray.wait([answer], timeout=0)[0]:
-                del self._asked[node]
-                try:
-                    self._names[node] = ray.get(answer)["node"]
-                except (RayActorError, RayTaskError) as error:
-                    log.info("the node agent of %s does not say its name: %s", node, error)
 
     def _make(self, node: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)

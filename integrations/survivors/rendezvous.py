@@ -25,7 +25,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store, TCPStore
 
 from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, parse_lines, to_line
-from holdfast.integrations.survivors.children import die_with
+from holdfast.integrations.survivors.supervisor import die_with
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError
 
 JOIN_DEADLINE_S = 600.0

@@ -47,10 +47,7 @@ PING_DEADLINE_S = 2.0
 """Timeout for a short answer of another SMP, in seconds: whoever asks has others to ask."""
 
 LOOK_EVERY_S = 5.0
-"""Pause between two looks at the group, in seconds, unless `regroup_after` or a suspicion asks for shorter ones."""
-
-SUSPECT_AFTER_S = 2.0
-"""How long a suspected member may be missing before the survivors regroup, if that is less than for other members."""
+"""Pause between two looks at the group, in seconds, unless `regroup_after` asks for shorter ones."""
 
 log = get_log(__name__)
 
@@ -110,14 +107,12 @@ class Monitor:
         self._after_s = after_s
         self.trainers = trainers
         self._closed = network.Event()
-        self._roused = network.Event()
         self._wanted = network.Event()
         self._seen: dict[str, float] = {}
-        self._suspects: set[str] = set()
         self._declined = 0
         # Held for a whole regrouping, which talks to other nodes and may take minutes. The leading thread takes it, and
         # so does a thread that drains this node or another. It is the outermost lock: the store's lock is taken under
-        # it, never the reverse. `_declined` is guarded by it. `_seen` and `_suspects` belong to the watching thread;
+        # it, never the reverse. `_declined` is guarded by it. `_seen` belongs to the watching thread;
         # other threads only add or read single items. Any thread adds to `_spares`; only the lock's holder removes.
         self._regrouping_lock = network.Lock()
         self._spares: set[Address] = set()
@@ -134,19 +129,12 @@ class Monitor:
     def close(self) -> None:
         """Stop both threads."""
         self._closed.set()
-        self._roused.set()
         self._wanted.set()
-
-    def suspect(self, name: str) -> None:
-        """An outside observer, such as Ray, takes node `name` for dead. That alone decides nothing: a node that answers
-        pings is alive."""
-        self._suspects.add(name)
-        self._roused.set()
 
     # ------------------------------------------------------------------ watching
 
     def _watch(self) -> None:
-        while not self._rest():
+        while not self._closed.wait(min(LOOK_EVERY_S, self._after_s / 5)):
             layout = self._store.state.newest_layout()
             if layout is None or layout.epoch != self._store.state.epoch or not layout.parity:
                 continue
@@ -157,31 +145,20 @@ class Monitor:
             except HoldfastError as error:
                 self._episodes.begin("watch", "the group could not be watched: %s", error)
 
-    def _rest(self) -> bool:
-        """Wait until the next look at the group is due. Returns whether the monitor is closed."""
-        self._roused.wait(SUSPECT_AFTER_S / 4 if self._suspects else min(LOOK_EVERY_S, self._after_s / 5))
-        self._roused.clear()
-        return self._closed.is_set()
-
     def _is_incomplete(self, layout: Layout) -> bool:
         """Ping the members. Returns whether one is missing for too long, or has a newer revision of the layout."""
         group, _ = layout.place(self._store.node)
         members = layout.members(group)
-        self._suspects &= {member.name for member in members}
         now = self._network.monotonic()
         behind = False
         for member in members:
             try:
                 reply = self._peers.ping(member.control, PING_DEADLINE_S)
                 self._seen[member.name] = self._network.monotonic()
-                self._suspects.discard(member.name)
                 behind |= reply.epoch == layout.epoch and reply.revision > layout.revision
             except HoldfastError:
                 self._seen.setdefault(member.name, now)
-        return behind or any(now - self._seen[m.name] > self._patience(m.name) for m in members)
-
-    def _patience(self, name: str) -> float:
-        return min(self._after_s, SUSPECT_AFTER_S) if name in self._suspects else self._after_s
+        return behind or any(now - self._seen[member.name] > self._after_s for member in members)
 
     def _is_cluttered(self, layout: Layout) -> bool:
         """Whether this node still holds old parity, because a regrouping was interrupted before its last phase."""

@@ -515,10 +515,6 @@ class SmpClient(SmpConnection):
         """Have the SMP show the first `MAX_SAYING` characters of `text` to operators, in place of the previous text."""
         self._call(messages.Say(epoch=self.epoch, text=text[:MAX_SAYING]))
 
-    def suspect(self, node: str) -> None:
-        """Tell the SMP that `node` seems to be dead. The SMP still decides by its own checks, but makes them sooner."""
-        self._call(messages.Suspect(node=node))
-
     def ended(self, coord: str, end: TrainerEnd) -> None:
         """Report how the job ends for this trainer, if it has joined an epoch. Blocks for seconds at most."""
         if self.epoch is not None:

@@ -268,12 +268,6 @@ class Say(InEpoch, tag="say", kw_only=True):
     text: Annotated[str, msgspec.Meta(max_length=MAX_SAYING)]
 
 
-class Suspect(Request, tag="suspect", kw_only=True):
-    """Report that a node seems to be dead."""
-
-    node: Identifier
-
-
 class Ended(InEpoch, tag="ended", kw_only=True):
     """Report how the job ends for a trainer."""
 
@@ -319,7 +313,6 @@ TrainerRequest = (
     | AskCounters
     | Scrub
     | Say
-    | Suspect
     | Ended
     | Leave
     | Finish

@@ -17,10 +17,11 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
-from holdfast.snapshot.state import objects, rng
+from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, is_captured_number, nested
 from holdfast.snapshot.state.tracked import Tracked, make
+from holdfast.snapshot.state.values import Keeping, keep
 from holdfast.snapshot.state.walk import is_captured_as_such, is_generator, is_users_own, of_class, referred, walk
 
 KNOWN = frozenset(vars(torch.nn.Module())) | OWN
@@ -76,7 +77,7 @@ def register(
     if not (issubclass(kind, torch.nn.Module | torch.optim.Optimizer) or hasattr(kind, "zero_grad")):
         if tensors is not None or (get is None) is not (set is None) or (get is None) is kept:
             raise ConfigError(f"register({kind.__qualname__}): give get and set, or kept=False")
-        objects.keep(kind, objects.Keeping(get, set))
+        keep(kind, Keeping(get, set))
         return
 
     def of(name: str, owner: Any) -> Tracked:

@@ -22,8 +22,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
 from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
-from holdfast.snapshot.state.objects import take_over, way_of
-from holdfast.snapshot.state.values import is_kept, packed, unpacked
+from holdfast.snapshot.state.values import is_kept, packed, take_over, unpacked, way_of
 from holdfast.snapshot.state.walk import walk
 from holdfast.snapshot.state.wrappers import INNER, described, is_description, is_wrapper, wrapped_in, wrapper_of
 

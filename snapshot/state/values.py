@@ -2,6 +2,10 @@
 
 JSON's own types stand for themselves; everything else becomes ``{"$": tag, ...}``. Tensors are taken out and
 replaced by their name, so that they are stored as leaves of the slot.
+
+Nothing is imported and no constructor is called for what a record names: a class is found among the modules that are
+loaded, an instance of it is made empty, and gets its attributes back, also those in slots, and its items if it is a
+dict. A class may say otherwise, see `keep`.
 """
 
 from __future__ import annotations
@@ -10,17 +14,19 @@ import base64
 import io
 import math
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from enum import Enum
-from typing import Any
+from types import MemberDescriptorType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
 from holdfast.snapshot.copy.tensors import empty_restrided, is_dense, octets, strides_of
-from holdfast.snapshot.state import objects
 from holdfast.snapshot.state.digests import elements_of
 
 LONGEST_JSON_INT = 4096
@@ -96,17 +102,17 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 def _encode_object(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Enumerations, named tuples, and objects of classes that can be found again; None for anything else."""
     kind = type(value)
-    named = {"class": objects.name_of(kind)}
+    named = {"class": name_of(kind)}
     if isinstance(value, Enum):
-        return {"$": "enum", "name": value.name} | named if objects.class_of(named["class"]) is kind else None
+        return {"$": "enum", "name": value.name} | named if class_of(named["class"]) is kind else None
     if isinstance(value, torch.Size):
         return {"$": "Size", "items": list(value)}
-    if isinstance(value, tuple) and hasattr(kind, "_make") and objects.class_of(named["class"]) is kind:
+    if isinstance(value, tuple) and hasattr(kind, "_make") and class_of(named["class"]) is kind:
         return {"$": "named", "items": _encode_items(value, path, tensors)} | named
     if kind is defaultdict and value.default_factory in _FACTORIES.values():
         factory = next((name for name, each in _FACTORIES.items() if each is value.default_factory))
         return {"$": "defaultdict", "of": factory, "items": encode(dict(value), path, tensors)}
-    way = objects.way_of(value)
+    way = way_of(value)
     if way is None or way.get is None:
         return None
     if path.count(".") > DEEPEST:
@@ -212,7 +218,7 @@ def _decode_tagged(value: dict[str, Any], tensor: Callable[[str], torch.Tensor])
 
 def _decode_object(form: str, value: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> Any:
     """Raises `StateMismatch` if the class is not there."""
-    kind: Any = objects.class_of(value["class"])
+    kind: Any = class_of(value["class"])
     if kind is None:
         raise StateMismatch(
             f"the snapshot holds a {value['class'].replace(':', '.')}, and no module that is loaded has that class: "
@@ -222,12 +228,12 @@ def _decode_object(form: str, value: dict[str, Any], tensor: Callable[[str], tor
         return kind[value["name"]]
     if form == "named" and issubclass(kind, tuple) and hasattr(kind, "_make"):
         return kind._make(decode(item, tensor) for item in value["items"])
-    made = objects.made(kind)
-    way = objects.way_of(made)
+    instance = made(kind)
+    way = way_of(instance)
     if way is None or way.set is None:
         raise StateMismatch(f"the snapshot holds a {kind.__qualname__}, and how it is kept is not said any more")
-    way.set(made, decode(value["attributes"], tensor))
-    return made
+    way.set(instance, decode(value["attributes"], tensor))
+    return instance
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -313,3 +319,113 @@ def unpacked(held: Any, device: torch.device | None = None, there: Any = None, m
         there.extend(parts)
         return there
     return deque(parts, held.maxlen) if kind is deque else kind(parts) if kind in (list, tuple) else held
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that a class statement has made."""
+
+
+_DEFAULTS = ("__new__", "__reduce_ex__", "__reduce__", "__getstate__")
+"""What a class does not define if its objects are no more than their attributes."""
+
+
+class Keeping(NamedTuple):
+    """How instances of a class are kept: ``get(instance)`` returns plain values, ``set(instance, values)`` loads them.
+    Without them nothing is kept, and the job makes such an object anew."""
+
+    get: Callable[[Any], Any] | None
+    set: Callable[[Any, Any], Any] | None
+
+
+_ways: dict[type, Keeping] = {}
+
+
+def keep(kind: type, way: Keeping) -> None:
+    """Say how instances of a class, or of subclasses, are kept. Raises `ConfigError` if that was said already."""
+    if kind in _ways:
+        raise ConfigError(f"{kind.__qualname__} is registered already")
+    _ways[kind] = way
+
+
+def way_of(value: Any) -> Keeping | None:
+    """How an object is kept; None: it is no object of a class that can be found again, or more than its attributes."""
+    kind = type(value)
+    for each in kind.__mro__:
+        if each in _ways:
+            return _ways[each]
+    base = _base_of(kind)
+    own = all(getattr(kind, name) is getattr(base, name) for name in _DEFAULTS)
+    silent = not hasattr(kind, "__setstate__")
+    if not (kind.__flags__ & _HEAP_TYPE and own and silent) or isinstance(value, torch.nn.Module | Enum):
+        return None
+    if class_of(name_of(kind)) is not kind or (base is object and not (hasattr(value, "__dict__") or _slots(kind))):
+        return None
+    return ATTRIBUTES if base is object else ITEMS
+
+
+def name_of(kind: type) -> str:
+    """The name under which `class_of` finds a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def class_of(name: str) -> type | None:
+    """The class of that name, if its module is loaded and has it."""
+    module, _, path = name.partition(":")
+    held: Any = vars(sys.modules[module]) if module in sys.modules else {}
+    found: Any = None
+    for part in path.split("."):
+        found = held.get(part)
+        held = vars(found) if isinstance(found, type) else {}
+    return found if isinstance(found, type) else None
+
+
+def made(kind: type) -> Any:
+    """An instance of a class without attributes; no code of the class runs."""
+    return _base_of(kind).__new__(kind)
+
+
+def take_over(live: Any, value: Any) -> bool:
+    """Give an object the attributes of another one of its class, if it is kept by these. Returns whether it is."""
+    if type(live) is not type(value) or way_of(value) is not ATTRIBUTES:
+        return False
+    _put(live, _attributes(value))
+    return True
+
+
+def _base_of(kind: type) -> Any:
+    return next(base for base in (OrderedDict, dict, object) if issubclass(kind, base))
+
+
+def _slots(kind: type) -> dict[str, MemberDescriptorType]:
+    parts = [part for each in kind.__mro__ for part in vars(each).values()]
+    return {part.__name__: part for part in parts if isinstance(part, MemberDescriptorType)}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    for name, slot in _slots(type(value)).items():
+        with suppress(AttributeError):  # nothing was assigned yet
+            found[name] = slot.__get__(value)
+    return found
+
+
+def _put(value: Any, attributes: dict[str, Any]) -> None:
+    slots = _slots(type(value))
+    for name in slots.keys() & attributes.keys():
+        slots[name].__set__(value, attributes[name])
+    if rest := {name: part for name, part in attributes.items() if name not in slots}:
+        vars(value).update(rest)
+
+
+def _items(value: Any) -> dict[str, Any]:
+    return {"items": list(dict.items(value)), "attributes": _attributes(value)}
+
+
+def _put_items(value: Any, held: dict[str, Any]) -> None:
+    for key, part in held["items"]:
+        _base_of(type(value)).__setitem__(value, key, part)
+    _put(value, held["attributes"])
+
+
+ATTRIBUTES = Keeping(_attributes, _put)
+ITEMS = Keeping(_items, _put_items)

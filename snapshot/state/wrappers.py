@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import empty_like_leaf
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.state.objects import class_of, name_of
+from holdfast.snapshot.state.values import class_of, name_of
 
 INNER = "//"
 """Between the name of such a tensor, in a leaf's name, and the name of a tensor within."""

@@ -13,10 +13,16 @@ import torch
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from holdfast.chaos.megatron_cpu import _EagerStream
-from holdfast.integrations.adapters.fused_adam import FusedAdamState, keeps_scales
-from holdfast.integrations.adapters.megatron_offload import HybridState, stepped
-from holdfast.integrations.adapters.megatron_optimizers import check_quantizes
-from holdfast.integrations.adapters.transformer_engine import check_quantized_anew, check_weights, is_quantized
+from holdfast.integrations.adapters.megatron_optimizers import (
+    FusedAdamState,
+    HybridState,
+    check_quantized_anew,
+    check_quantizes,
+    check_weights,
+    is_quantized,
+    keeps_scales,
+    stepped,
+)
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.state import extra_states

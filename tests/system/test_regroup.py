@@ -266,22 +266,6 @@ class TestSurvivors:
         smps[2].lose()
         come_back(run, smps, [1, 2])
 
-    def test_do_it_sooner_if_somebody_else_takes_a_node_for_dead(
-        self, ground: Ground, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "10min")
-        smps = ground.smps(4, rules=stops(4, "regroup.done"))
-        run = run_on(smps, [[3000 + i] for i in range(4)], protect="3+1")
-        run.protect(1)
-        smps[1].lose()
-        for coord in ("dp0", "dp3"):
-            for name in ("node1", "node2"):  # and one of the two answers
-                run[coord].client.suspect(name)
-        leave(run)
-        for name in ("node0", "node2", "node3"):
-            ground.points.wait(name, "regroup.done", 1).go()
-        come_back(run, smps, [1])
-
     @pytest.mark.parametrize("point", ["regroup.adopt", "regroup.encode"])
     def test_lose_another_within_parity_while_they_do(self, ground: Ground, point: str) -> None:
         smps, run = started(ground, 5, "3+2", point)

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import ConfigError, InMemorySnapshot
-from holdfast.snapshot.state import objects
+from holdfast.snapshot.state import values
 from tests.unit.test_beginning import STEPS, Job, counted, life, looping, trial, warnings_of
 
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], capl
 
 @pytest.mark.usefixtures("arena")
 def test_what_need_not_be_kept_is_made_anew(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_ways", {})
+    monkeypatch.setattr(values, "_ways", {})
     holdfast.register(type(threading.Lock()), kept=False)
     trial(counted, job_with(Locking))
     assert not [text for text in warnings_of(caplog) if "not captured" in text]
@@ -221,7 +221,7 @@ class Counting(Own):
 
 @pytest.mark.usefixtures("arena")
 def test_a_class_says_how_its_objects_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_ways", {})
+    monkeypatch.setattr(values, "_ways", {})
 
     def put(counter: Slotted, count: int) -> None:
         counter.count = count
