@@ -26,8 +26,7 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
-from holdfast.snapshot.state.audit import AuditOrders
-from holdfast.snapshot.state.reach import GENERATOR
+from holdfast.snapshot.state.audit import GENERATOR, AuditOrders
 
 RUNS = ("undisturbed", "undisturbed again", "killed", "resumed, and killed", "resumed")
 KILLED = RUNS[2:4]

@@ -42,9 +42,9 @@ from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
 from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
+from holdfast.snapshot.memory import Memory
 from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.state.values import decode_plain, encode
-from holdfast.snapshot.writer import Memory
 
 ALL_RANKS = (
     "a checkpoint in memory is saved and loaded by all ranks together: call dcp.save, dcp.async_save or dcp.load on "
@@ -82,7 +82,7 @@ class MemoryWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._memory = Memory(job, ".dcp", arena, start=start, protect=protect, deadline_s=deadline_s)
-        self._writer = self._memory.writer
+        self._memory.begin()
         self._name = ""
         self._by_all = True
 
@@ -113,7 +113,7 @@ class MemoryWriter(StorageWriter):
         """
         tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
         record = _SlotRecord.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
-        self._writer.write(tensors, record)
+        self._memory.write(tensors, record)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [

@@ -23,9 +23,9 @@ from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import read_record
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.copy.tensors import read_leaf
+from holdfast.snapshot.memory import Memory
 from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
-from holdfast.snapshot.writer import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         self._files: dict[str, Holder] = {}
         coords, inventories = memory.find()
         plan = plan_restore(inventories, coords)
-        self._writer = memory.writer
+        memory.begin()
         if plan is not None:
             shard, form = memory.recover(plan, memory.coord)
             self._share(json.loads(read_record(shard.view, form)))
@@ -97,7 +97,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             latest = [os.path.normpath(Path(info.save_dir, "latest")), str(info.tag)]
         record = {"files": files, "latest": latest}
         plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        self._writer.write(plain, json.dumps(record, separators=(",", ":")).encode())
+        self._memory.write(plain, json.dumps(record, separators=(",", ":")).encode())
         self._saving.clear()
         self._share(record)
         return True

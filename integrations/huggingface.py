@@ -21,8 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from holdfast.integrations.accelerate import with_generator
-from holdfast.integrations.callbacks import Overlooked, keep_callbacks
-from holdfast.integrations.kept import SubclassState
+from holdfast.integrations.callbacks import Overlooked, SubclassState, keep_callbacks
 from holdfast.integrations.replacing import guarded
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log

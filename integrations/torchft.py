@@ -29,15 +29,13 @@ from holdfast.smp_daemon.shared.errors import (
     StateMismatch,
 )
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, read_record
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.connect import connect, job_from_environment
+from holdfast.snapshot.connect import job_from_environment
 from holdfast.snapshot.copy.tensors import leaf_tensor, local
-from holdfast.snapshot.resume.arrange import parse_protect
+from holdfast.snapshot.memory import Memory
 from holdfast.snapshot.state.values import decode, encode
-from holdfast.snapshot.writer import SlotWriter
 
 T = TypeVar("T")
 
@@ -73,10 +71,8 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
     ) -> None:
         self._job = job or _own_job()
         self._like = like
-        self._arena = arena_path(self._job, arena)
-        self._start = start
-        self._client = connect(self._arena, self._job, start=start)
-        self._writer: SlotWriter | None = None
+        self._arena, self._start = arena, start
+        self._memory = self._connect()
         self._over = False
 
     def metadata(self) -> str:
@@ -90,15 +86,12 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
             StateMismatch, ConfigError: the state has something that cannot be kept exactly; the message names it.
         """
         self._inventory()
-        if self._writer is None:
-            deadline_s = timeout.total_seconds()
-            self._writer = SlotWriter(self._client, Agreement(), self._job, COORD, parse_protect("none"), deadline_s)
         tensors: dict[str, torch.Tensor] = {}
         state = encode(state_dict, "state", tensors)
         sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
         record = {"step": step, "state": state, "sharded": sharded}
         plain = {name: local(tensor).detach().contiguous() for name, tensor in tensors.items()}
-        self._writer.write(plain, json.dumps(record, separators=(",", ":")).encode())
+        self._memory.write(plain, json.dumps(record, separators=(",", ":")).encode())
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Return the state that was sent for `step`, with new tensors in host memory. Blocks until it is there.
@@ -134,23 +127,19 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         """Free the memory: end the SMP. Receivers that are still reading from it fail. Idempotent."""
         if not self._over:
             self._over = True
-            self._let_go()
-            self._client.finish(self._client.inventory().epoch)
+            self._memory.close(keep=False)
+
+    def _connect(self) -> Memory:
+        return Memory(self._job, "", self._arena, start=self._start, protect="none", agreement=Agreement())
 
     def _inventory(self) -> Inventory:
         """What this node's SMP holds. If the SMP is gone, connect to a new one first."""
         try:
-            return self._client.inventory()
+            return self._memory.client.inventory()
         except SmpUnavailable:
-            self._let_go()
-            self._client.close()
-            self._client = connect(self._arena, self._job, start=self._start)
-            return self._client.inventory()
-
-    def _let_go(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+            self._memory.close()
+            self._memory = self._connect()
+            return self._memory.client.inventory()
 
     def _decode(self, record: dict[str, Any], slot: memoryview, form: SlotFormat) -> T:
         """The state, with tensors that use the memory of `slot`. Raises `StateMismatch` as `recv_checkpoint` does."""

@@ -5,4 +5,4 @@ with `snapshot.hook`. The decisions are in pure modules: `snapshot.step.ledger`,
 `smp_daemon.shared.plan`.
 """
 
-__all__ = ["connect", "first_turns", "hook", "options", "writer"]
+__all__ = ["connect", "first_turns", "hook", "memory", "options"]

@@ -33,10 +33,9 @@ from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for
-from holdfast.snapshot.step.iterators import Iterators
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
-from holdfast.snapshot.step.variables import ChangingVariables, Variables
+from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables
 
 UNSTEPPED_TURNS = 2
 """So many turns at the beginning may change parameters without an optimizer's step. Gradients that are accumulated
@@ -102,7 +101,7 @@ class Checks:
         resumption: whether the first step after a restore must begin with the state that was restored.
         another_batch: why the first step after a restore may be given another batch, and what to do about it.
         reading: whether to warn that something was read between entering and the first step.
-        restored_by_themselves: packages whose integration restores what their objects hold; see `state.reach.Theirs`.
+        restored_by_themselves: packages whose integration restores what their objects hold; for audits.
     """
 
     resumption: bool = True

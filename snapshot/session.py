@@ -30,7 +30,6 @@ from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import Auditor, orders_from_environment
-from holdfast.snapshot.state.reach import Theirs
 from holdfast.snapshot.step.capture import Capture
 from holdfast.snapshot.step.orders import CopyState
 from holdfast.snapshot.step.own_time import OwnTime
@@ -163,7 +162,7 @@ class Session:
             rank.system,
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, statistics)
-        self._auditor = self._auditor_if_ordered(Theirs(checks.restored_by_themselves))
+        self._auditor = self._auditor_if_ordered(checks)
         self.loop = Loop(
             adapter,
             rank,
@@ -183,7 +182,7 @@ class Session:
         )
         self._is_over = False  # the loop says that training is over, wherever it is left
 
-    def _auditor_if_ordered(self, theirs: Theirs) -> Auditor | None:
+    def _auditor_if_ordered(self, checks: Checks) -> Auditor | None:
         orders = orders_from_environment()
         if orders is None:
             return None
@@ -193,7 +192,7 @@ class Session:
             newest = self.protecting.ledger.protected
             return newest.step if newest else None
 
-        return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, protected, theirs)
+        return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, protected, checks.restored_by_themselves)
 
     # ------------------------------------------------------------------ what users ask for
 

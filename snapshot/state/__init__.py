@@ -11,7 +11,6 @@ __all__ = [
     "live",
     "manifest",
     "optimizers",
-    "reach",
     "record",
     "replicas",
     "rng",

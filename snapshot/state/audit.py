@@ -2,6 +2,9 @@
 
 It records everything that the loop can reach, and kills or ends the process after a given step. It is requested through
 the environment; see `holdfast.audit` and `holdfast.chaos.user.run` for the other part.
+
+The walk covers the local variables of the functions on the stack and everything they refer to: modules, optimizers,
+containers, and attributes of objects, tensors or not. It never uses an object's ``repr``, which may hold an address.
 """
 
 from __future__ import annotations
@@ -10,18 +13,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.settings import AUDIT
 from holdfast.snapshot.state import rng, streams
-from holdfast.snapshot.state.reach import Theirs, plain, reachable
+from holdfast.snapshot.state.digests import digest_of, form_of
+from holdfast.snapshot.state.walk import GENERATORS, LIBRARIES, home_of, is_generator, is_installed, package_of, walk
 
 DRAIN_DEADLINE_S = 10.0
 
@@ -81,13 +87,13 @@ class Auditor:
         modules: Sequence[torch.nn.Module],
         drain: Callable[[float], bool],
         protected: Callable[[], int | None],
-        theirs: Theirs,
+        theirs: Collection[str],
     ) -> None:
         """
         Args:
             step: the step that this epoch began with.
             protected: returns the newest step that is known to be protected.
-            theirs: the values that frameworks restore themselves.
+            theirs: packages that restore what their objects hold, see `_are_theirs`.
         """
         self._orders = orders
         self._drain = drain
@@ -149,3 +155,129 @@ class Auditor:
 
     def _note(self, what: dict[str, Any]) -> None:
         self._file.write(json.dumps(what) + "\n")
+
+
+MOST = 200_000
+"""Maximum number of values that are recorded."""
+
+SHORT = 60
+"""Plain values of up to this many characters are shown as they are, longer ones as a digest."""
+
+DEEPEST = 1000
+"""How many levels are opened."""
+
+GENERATOR = "generator"
+"""What the text of a random generator begins with."""
+
+COMPUTED_WITH = (torch.Tensor, np.ndarray, *GENERATORS)
+"""Types of values that the loop computes with; all other leaves are plain values."""
+
+OURS = frozenset(
+    {
+        *("holdfast.snapshot", "holdfast.integrations", "holdfast.smp_daemon", "holdfast.ec"),
+        *("torch", "importlib", "runpy", "threading"),
+    }
+)
+"""Packages whose functions and objects are not searched for values of the user."""
+
+INSIDE = (
+    "torch.nn.",
+    "torch.optim.",
+    "torch.distributed.optim.",
+    "torch.distributed.algorithms.",
+    "torch.utils.data.",
+    "torch.amp.",
+)
+"""Modules whose objects are searched all the same."""
+
+
+def reachable(frame: FrameType | None = None, theirs: Collection[str] = ()) -> dict[str, str]:
+    """Everything that the functions on the stack can reach, from `frame` (default: the caller) outwards.
+
+    Gives a text for each value by its name; texts are equal only if the values are. Blocks for about one read of all
+    tensors.
+    """
+    looking = _Looking(theirs)
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        package = package_of(str(frame.f_globals.get("__name__", "")))
+        if package not in OURS and package not in theirs:
+            where = frame.f_code.co_name.strip("<>")
+            for name, value in list(frame.f_locals.items()):
+                if not name.startswith("__"):
+                    looking.into(f"{where}.{name}", value)
+        frame = frame.f_back
+    return looking.found
+
+
+class _Looking:
+    """One walk. It visits an object once per variable that leads to it: a variable that only one of two runs has must
+    not change the names of anything else."""
+
+    def __init__(self, theirs: Collection[str]) -> None:
+        self.found: dict[str, str] = {}
+        self._theirs = theirs
+        self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # keeps tensors alive, so that no id is reused
+
+    def into(self, path: str, value: Any) -> None:
+        theirs: dict[int, bool] = {}  # whether a framework restores the plain values in what was opened
+        for place, part, holder in walk([(path, value)], _is_opened, deepest=DEEPEST, most=MOST):
+            if len(self.found) >= MOST:
+                return
+            held = theirs.get(id(holder), False)
+            text = self._text(part)
+            if text is None:
+                theirs.setdefault(id(part), _are_theirs(part, held, self._theirs))
+            elif not held or isinstance(part, COMPUTED_WITH):
+                self.found.setdefault(place, text)
+
+    def _text(self, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return plain(value)
+        if id(value) not in self._texts:
+            self._texts[id(value)] = value, plain(value) or ""
+        return self._texts[id(value)][1]
+
+
+def _are_theirs(value: Any, held: bool, packages: Collection[str]) -> bool:
+    """Whether a framework restores the plain values in `value`. `held`: whether the object that holds `value` is such
+    an object itself.
+
+    A framework whose integration is in use, such as a `Trainer`, resumes from its own counters. So the walk skips the
+    variables of its functions and the plain values in its objects, and in other installed packages' objects that these
+    hold: positions in loops, progress bars. It keeps everything that is computed with: tensors, arrays and generators
+    anywhere, modules and optimizers, and all objects of the user's own classes.
+    """
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        return held
+    module = type(value).__module__
+    package = package_of(module)
+    if package in packages:
+        return True
+    return held and not f"{module}.".startswith(INSIDE) and is_installed(package)
+
+
+def plain(value: Any) -> str | None:
+    """A text that identifies a value, or None if its parts must be looked at one by one."""
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
+        return f"{form_of(value)} {_digest(value)}"
+    if is_generator(value):
+        return f"{GENERATOR} {_digest(value)}"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic | torch.dtype):
+        is_long = isinstance(value, int) and value.bit_length() > SHORT  # decimal is slow
+        text = _digest(value) if is_long else repr(value)
+        return text if len(text) <= SHORT else _digest(value)
+    return None
+
+
+def _is_opened(value: Any) -> bool:
+    if callable(value) and not hasattr(value, "forward"):
+        return False
+    package = home_of(value)
+    if package in OURS:
+        return f"{type(value).__module__}.".startswith(INSIDE)
+    return package not in LIBRARIES - {"torch"} and package != "grpc"
+
+
+def _digest(value: Any) -> str:
+    return digest_of(value)[:16]

@@ -7,7 +7,6 @@ __all__ = [
     "copier",
     "data",
     "gradients",
-    "iterators",
     "ledger",
     "orders",
     "own_time",

@@ -25,7 +25,6 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
-from holdfast.snapshot.step.iterators import unwatched
 from holdfast.snapshot.step.source import (
     Indices,
     OwnNumbers,
@@ -40,6 +39,7 @@ from holdfast.snapshot.step.source import (
     open_pass,
     told,
 )
+from holdfast.snapshot.step.variables import unwatched
 
 ELSEWHERE = {"elsewhere": True}
 """The saved place of data that another number of ranks read."""

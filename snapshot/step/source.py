@@ -24,7 +24,7 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of_batch
 from holdfast.snapshot.state.live import Stateful, Tree
 from holdfast.snapshot.state.walk import LONGEST, is_users_own, walk
-from holdfast.snapshot.step.iterators import for_a_later_pass, unwatched
+from holdfast.snapshot.step.variables import for_a_later_pass, unwatched
 
 log = get_log(__name__)
 

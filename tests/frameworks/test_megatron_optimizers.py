@@ -25,8 +25,7 @@ from holdfast.integrations.adapters.megatron_optimizers import (
 )
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.snapshot.copy.tensors import leaf_of
-from holdfast.snapshot.state import extra_states
-from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.adapter import SCALING, Adapter, put_back_scaling, scaling
 from holdfast.snapshot.state.optimizers import OptimizerState
 from tests.proof.standins import fused_adam, offload, quantized
 
@@ -319,11 +318,11 @@ class Scaled(torch.nn.Module):
 
 def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> None:
     layer, other = Scaled(), Scaled()
-    for number, each in enumerate(extra_states.scaling(layer).values()):
+    for number, each in enumerate(scaling(layer).values()):
         each.fill_(number + 1.0)
-    held = {key: each.clone() for key, each in extra_states.scaling(layer).items()}
+    held = {key: each.clone() for key, each in scaling(layer).items()}
     assert sorted(held) == [f"scaling_{way}.{key}" for way in ("bwd", "fwd") for key in ("amax_history", "scale")]
-    extra_states.put_back_scaling("model0.0", other, held)
+    put_back_scaling("model0.0", other, held)
     assert other.fp8_meta["scaling_fwd"].amax_history.tolist() == [[2.0] * 3] * 4
     assert other.fp8_meta["scaling_bwd"].scale.tolist() == [3.0]
 
@@ -331,7 +330,7 @@ def test_delayed_scaling_comes_back_though_extra_state_is_not_unpickled() -> Non
 @pytest.mark.parametrize("other", [Scaled(unpickles=False), Scaled(length=5), torch.nn.Linear(1, 1)])
 def test_delayed_scaling_without_room_for_it_is_an_error(other: torch.nn.Module) -> None:
     with pytest.raises(StateMismatch, match=r"model0\.0: .*NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"):
-        extra_states.put_back_scaling("model0.0", other, extra_states.scaling(Scaled()))
+        put_back_scaling("model0.0", other, scaling(Scaled()))
 
 
 def test_extra_state_that_waits_for_the_device_is_asked_for_when_it_may_have_changed() -> None:
@@ -361,8 +360,8 @@ def test_the_adapters_keep_delayed_scaling_with_the_extra_state() -> None:
     model[0].fp8_meta["scaling_fwd"].scale.fill_(7.0)
     listed = adapter.look()
     late = listed.late()
-    assert late[extra_states.SCALING].keys() == {"model0.0"}
+    assert late[SCALING].keys() == {"model0.0"}
     model[0].fp8_meta["scaling_fwd"].scale.fill_(1.0)
     adapter.load(adapter.early(), late, listed.fixed)
     assert model[0].fp8_meta["scaling_fwd"].scale.tolist() == [7.0]
-    assert extra_states.SCALING not in Adapter(model[1], [], None, None).look().late()
+    assert SCALING not in Adapter(model[1], [], None, None).look().late()

@@ -110,7 +110,7 @@ def test_a_sender_whose_smp_died_sends_through_another(
 ) -> None:
     healthy, back = pair
     healthy.send_checkpoint([1], 1, {"x": 1}, SOON)
-    smp = psutil.Process(healthy._client.pid)
+    smp = psutil.Process(healthy._memory.client.pid)
     smp.kill()
     smp.wait(DEADLINE_S)
     metadata = healthy.metadata()

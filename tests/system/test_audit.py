@@ -17,7 +17,7 @@ from rich.console import Console
 from holdfast import ConfigError, HoldfastError
 from holdfast.audit import AuditPlan, AuditReport, Difference, Notes, compare, distinct, drift, run, show
 from holdfast.smp_daemon.shared.paths import arena_base
-from holdfast.snapshot.state.reach import reachable
+from holdfast.snapshot.state.audit import reachable
 
 ROOT = Path(__file__).parents[2]
 

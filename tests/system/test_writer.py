@@ -9,17 +9,17 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.resume.arrange import parse_protect
-from holdfast.snapshot.writer import SlotWriter
+from holdfast.snapshot.memory import Memory
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess
 
 
-def writer(smp: SmpProcess) -> SlotWriter:
-    return SlotWriter(smp.client(), Agreement(), smp.job, "rank0", parse_protect("none"), DEADLINE_S)
+def writer(smp: SmpProcess) -> Memory:
+    alone = Agreement()
+    return Memory(smp.job, "", smp.arena, start=False, protect="none", deadline_s=DEADLINE_S, agreement=alone)
 
 
-def write(writer: SlotWriter) -> SnapshotId:
+def write(writer: Memory) -> SnapshotId:
     return writer.write({"weight": torch.ones(5)}, b"{}")
 
 
@@ -36,14 +36,14 @@ def test_after_a_restart_neither_what_was_promised_nor_what_is_newer_is_given_up
     write(first)
     promised = write(first)
     with monkeypatch.context() as dying:
-        dying.setattr(first._client, "await_outcome", lambda *arguments: 1 / 0)
+        dying.setattr(first.client, "await_outcome", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write(first)
     newer = SnapshotId(promised.epoch, promised.step + 1)
     assert held(smp) == {promised, newer}
     second = writer(smp)
     with monkeypatch.context() as failing:
-        failing.setattr(second._client, "seal", refuse)
+        failing.setattr(second.client, "seal", refuse)
         with pytest.raises(HoldfastError, match="refused"):
             write(second)
     assert held(smp) == {promised, newer}

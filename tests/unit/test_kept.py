@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.integrations.kept import LARGEST, SubclassState
+from holdfast.integrations.callbacks import LARGEST, SubclassState
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state.values import decode, encode
 
