@@ -19,9 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from holdfast.integrations.megatron_data import BUILD
+from holdfast.integrations.megatron_data import BUILD, GET
 from holdfast.integrations.megatron_lm import MODULE, OPERATIONS, protect
-from holdfast.integrations.megatron_rerun import GET
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.settings import (

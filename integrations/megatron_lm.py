@@ -10,8 +10,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from holdfast.hook import InMemorySnapshot
-from holdfast.integrations.megatron_data import BUILD, Loaders
-from holdfast.integrations.megatron_rerun import GET, Reruns
+from holdfast.integrations.megatron_data import BUILD, GET, Loaders, Reruns
 from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log

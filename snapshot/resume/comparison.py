@@ -18,9 +18,8 @@ from holdfast.smp_daemon.shared.settings import DRIFT
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import WatchedPieces, Witness
-from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.adapter import GRADIENTS, Adapter
 from holdfast.snapshot.state.digests import digest_of
-from holdfast.snapshot.state.flags import GRADIENTS
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import capture_late

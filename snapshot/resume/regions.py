@@ -152,9 +152,9 @@ def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
     for item in fitting:
         if not missing:
             break
-        for common, source, target in _common(item.region.runs, missing):
-            reads.append(Read(item.coord, item.offset + size * source, size * target, size * common))
-        missing = list(_without(missing, item.region.runs))
+        common, missing = _divided(missing, item.region.runs)
+        for count, source, target in common:
+            reads.append(Read(item.coord, item.offset + size * source, size * target, size * count))
     if missing:
         first, last, _ = missing[0]
         return [], f"{wanted.key}[{first}:{last}], flattened, is in no shard of the snapshot"
@@ -238,52 +238,37 @@ def unclaimed(index: Index, wanted: Mapping[str, object] | Iterable[str]) -> lis
     return [f"{key} is not in this job" for key in sorted(index.keys.difference(wanted))]
 
 
-def _common(held: Sequence[Run], wanted: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
-    """For each overlap: (number of elements, their offset in the holder's memory, their offset in the wanted one)."""
-    mine, theirs = iter(held), iter(wanted)
-    have, want = next(mine, None), next(theirs, None)
-    while have is not None and want is not None:
-        first, last = max(have[0], want[0]), min(have[1], want[1])
-        if first < last:
-            yield last - first, have[2] + first - have[0], want[2] + first - want[0]
-        if have[1] <= want[1]:
-            have = next(mine, None)
-        else:
-            want = next(theirs, None)
-
-
-def _without(wanted: Sequence[Run], held: Sequence[Run]) -> Iterator[Run]:
-    """The parts of `wanted` that are not in `held`."""
-    position = 0
+def _divided(wanted: Sequence[Run], held: Sequence[Run]) -> tuple[list[tuple[int, int, int]], list[Run]]:
+    """The parts of `wanted` that are in `held`, as (number of elements, their offset in the holder's memory, their
+    offset in the wanted one), and the runs that are not."""
+    common, rest, position = [], [], 0
     for first, last, target in wanted:
-        reached = first
         while position < len(held) and held[position][1] <= first:
             position += 1
-        following = position
+        reached, following = first, position
         while following < len(held) and held[following][0] < last:
-            begin, end, _ = held[following]
-            if reached < begin:
-                yield reached, begin, target + reached - first
-            reached = max(reached, end)
+            begin, end, source = held[following]
+            low = max(begin, first)
+            if reached < low:
+                rest.append((reached, low, target + reached - first))
+            reached = min(end, last)
+            common.append((reached - low, source + low - begin, target + low - first))
             following += 1
         if reached < last:
-            yield reached, last, target + reached - first
+            rest.append((reached, last, target + reached - first))
+    return common, rest
 
 
 def _joined(reads: Iterable[Read]) -> Iterator[Read]:
     """Merges reads that are adjacent in both source and target."""
     last: Read | None = None
     for read in reads:
-        if last is not None and _follows(last, read):
-            last = Read(last.coord, last.source, last.target, last.bytes + read.bytes)
-            continue
         if last is not None:
+            ends = last.coord, last.source + last.bytes, last.target + last.bytes
+            if (read.coord, read.source, read.target) == ends:
+                last = Read(last.coord, last.source, last.target, last.bytes + read.bytes)
+                continue
             yield last
         last = read
     if last is not None:
         yield last
-
-
-def _follows(one: Read, other: Read) -> bool:
-    ends = one.source + one.bytes, one.target + one.bytes
-    return one.coord == other.coord and (other.source, other.target) == ends

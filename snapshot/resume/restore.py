@@ -203,7 +203,8 @@ class _Starting:
             raise lost or Unrecoverable(f"{self._choice.snapshot} was chosen, and nothing of it is held") from failure
         run = reach.run.id if reach.run is not None else ""
         course.note(f"memory: {lost or 'no SMP that answers holds a snapshot'}")
-        answers = _ask_what_is_persisted(self._client, self._agreement)
+        texts = self._agreement.gather(encode_json(what_is_persisted(self._client)))  # as every rank's SMP sees it
+        answers = [decode_json(Persisted, text, "what is persisted") for text in texts]
         while (snapshot := course.choose_persisted(answers, run)) is not None:
             layout, problem = _layout_of(self._client, run, snapshot)
             if self._agreement.everywhere(layout is not None) and layout is not None:
@@ -268,12 +269,6 @@ def _layout_of(client: SmpClient, run: str, snapshot: SnapshotId) -> tuple[Layou
         return client.persisted_layout(run, snapshot), ""
     except HoldfastError as error:
         return None, str(error)
-
-
-def _ask_what_is_persisted(client: SmpClient, agreement: Agreement) -> list[Persisted]:
-    """What is persisted, as every rank's SMP sees it. A collective call."""
-    texts = agreement.gather(encode_json(what_is_persisted(client)))
-    return [decode_json(Persisted, text, "what is persisted") for text in texts]
 
 
 def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: RestoreAttempts) -> None:

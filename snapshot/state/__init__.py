@@ -5,7 +5,6 @@ __all__ = [
     "audit",
     "completeness",
     "digests",
-    "flags",
     "hidden",
     "inputs",
     "live",

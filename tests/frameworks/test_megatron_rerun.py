@@ -17,8 +17,8 @@ from megatron.core import rerun_state_machine as megatron
 
 from holdfast import ConfigError
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.megatron_data import Reruns
 from holdfast.integrations.megatron_lm import protect
-from holdfast.integrations.megatron_rerun import Reruns
 from tests import megatron_lm_loop as loop
 from tests.frameworks.test_megatron_lm import Killed, telling
 

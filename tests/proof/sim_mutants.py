@@ -54,8 +54,7 @@ from holdfast.snapshot.resume.attempt import SameWorld
 from holdfast.snapshot.resume.choice import RestoreAttempts
 from holdfast.snapshot.resume.entering import Reach
 from holdfast.snapshot.state import live, rng, streams, tracked
-from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.flags import Flags
+from holdfast.snapshot.state.adapter import Adapter, Flags
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.optimizers import OptimizerState
 from holdfast.snapshot.state.record import LOOP, Values

@@ -73,7 +73,7 @@ ENDED: list[Any] = [{"kind": "entered", "step": None}, PLAIN[0], {"kind": "ends"
 
 def resumed(*, restored: int | None = 1, loss: str = "0x1p1", weight: str = "a", text: str = "") -> list[Any]:
     """The events of a last life."""
-    warning = [{"kind": "warning", "text": text, "at": "holdfast.snapshot.session"}] if text else []
+    warning = [{"kind": "warning", "text": text, "at": "holdfast.snapshot.hook"}] if text else []
     note = {"kind": "note", "step": 1, "loss": loss}
     finished = {"kind": "finished", "state": {"net.weight": weight}}
     return [{"kind": "entered", "step": restored}, *warning, note, finished]

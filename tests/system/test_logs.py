@@ -261,7 +261,7 @@ def test_a_trainer_logs_only_if_it_is_asked_to(ground: Ground, monkeypatch: pyte
         "    for _ in range(2):\n"
         "        model(torch.ones(1, 3)).sum().backward()\n"
         "        optim.step()\n"
-        "    logging.getLogger('holdfast.snapshot.session').warning('of a test')\n"
+        "    logging.getLogger('holdfast.snapshot.hook').warning('of a test')\n"
     )
     environment = {"HOLDFAST_ARENA": str(smp.arena.parent), LOG.variable: "json"}
     for name, value in environment.items():

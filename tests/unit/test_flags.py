@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.snapshot.state.flags import Flags
+from holdfast.snapshot.state.adapter import Flags
 
 
 class Words(torch.nn.Module):
