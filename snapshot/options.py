@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from types import NoneType
+from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
@@ -28,39 +29,19 @@ from holdfast.smp_daemon.shared.settings import (
     RUN,
 )
 from holdfast.snapshot.connect import job_from_environment
-from holdfast.snapshot.interval.control import (
-    Every,
-    check_budget,
-)
+from holdfast.snapshot.interval.control import Every
 from holdfast.snapshot.resume.arrange import Protection, parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.step.ledger import ProtectEvery, parity_slots
 
-Kind = tuple[tuple[type, ...], str]
-"""The types of a value, and what to call it."""
-
-TEXT: Kind = ((str,), "a string")
-YES_OR_NO: Kind = ((bool,), "True or False")
-COUNT: Kind = ((Integral,), "a whole number")
-NUMBER: Kind = ((Real,), "a number")
-
-KINDS: Mapping[str, Kind] = {
-    "job": TEXT,
-    "protect": TEXT,
-    "domains": TEXT,
-    "slots": COUNT,
-    "start": YES_OR_NO,
-    "keep": YES_OR_NO,
-    "strict": YES_OR_NO,
-    "arena": ((str, Path), "a path"),
-    "deadline_s": NUMBER,
-    "overhead_budget": NUMBER,
-    "max_repeats": COUNT,
-    "generations": COUNT,
-    "restore_step": COUNT,
-    "elastic": YES_OR_NO,
+KINDS: Mapping[type, tuple[type, str]] = {
+    Path: (Path, "a path"),
+    str: (str, "a string"),
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
 }
-"""The type of each option that takes only one; the others are checked with their values."""
+"""What is taken for a value of a type, and what to call it; a text is taken for a path, too."""
 
 
 class OptionsGiven(TypedDict, total=False):
@@ -120,10 +101,14 @@ class Options:
     def given(cls, **values: Any) -> Options:
         """Options from values by name; None is the same as left out."""
         kept = {name: value for name, value in values.items() if value is not None}
-        for name, (kinds, said) in KINDS.items():
-            value = kept.get(name)
-            if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-                raise ConfigError(f"{name}={value!r}: give {said}")
+        for name, kind in get_type_hints(OptionsGiven).items():
+            taken = [KINDS.get(each) for each in get_args(kind) or (kind,) if each is not NoneType]
+            known = [each for each in taken if each is not None]
+            if (value := kept.get(name)) is None or len(known) < len(taken):
+                continue  # it was left out, or is one of several literals: that is checked with the values
+            kinds = tuple(each for each, _ in known)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise ConfigError(f"{name}={value!r}: give {known[-1][1]}")
         return cls(**kept)
 
     def __post_init__(self) -> None:
@@ -142,7 +127,8 @@ class Options:
             raise ConfigError(f"block={self.block!r}: the trainings of a script are numbered from 1")
         if not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
-        check_budget(self.budget)
+        if self.budget is not None and not 0 < self.budget < 1:
+            raise ConfigError(f"overhead budget {self.budget}: give a fraction between 0 and 1, such as 0.01, or None")
         if self.for_start.generations + self.slots - 1 > MAX_SLOTS:
             raise ConfigError(
                 f"slots={self.slots} and {self.generations} generations: together at most {MAX_SLOTS + 1}"

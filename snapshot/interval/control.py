@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failures import NODE_LOST, NODE_MTBF_S
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.settings import MTBF
@@ -140,10 +139,3 @@ class IntervalController:
         """Whether the interval has become half or twice what was told, or the beginning is over."""
         begins = self.rule.wanted().limit in ("unknown", "young")
         return self._told is not None and (not 1 / 2 < self.rule.interval / self._told < 2 or begins < self._begins)
-
-
-def check_budget(budget: float | None) -> float | None:
-    """`budget`, a fraction of training time, or None. Raises `ConfigError` if it is not between 0 and 1."""
-    if budget is not None and not 0 < budget < 1:
-        raise ConfigError(f"overhead budget {budget}: give a fraction between 0 and 1, such as 0.01, or None")
-    return budget

@@ -19,8 +19,7 @@ from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf, SlotFormat
 from holdfast.snapshot.copy.tensors import Block, leaf_of
 from holdfast.snapshot.state.live import LiveTensor
 from holdfast.snapshot.state.record import is_of_record
-from holdfast.snapshot.state.replicas import is_part_of
-from holdfast.snapshot.state.shares import parse_part
+from holdfast.snapshot.state.replicas import is_part_of, parse_part
 
 Shape = tuple[int, ...]
 Run = tuple[int, int, int]

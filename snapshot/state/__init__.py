@@ -13,7 +13,6 @@ __all__ = [
     "record",
     "replicas",
     "rng",
-    "shares",
     "streams",
     "tracked",
     "values",

@@ -19,8 +19,8 @@ import torch
 
 from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.replicas import same_on_all
 from holdfast.snapshot.state.rng import put, state_of, states
-from holdfast.snapshot.state.shares import same_on_all
 
 
 def digests(streams: Mapping[str, Any]) -> dict[str, str]:

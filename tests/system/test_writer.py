@@ -16,7 +16,7 @@ from tests.smp_kit import Ground, SmpProcess
 
 def writer(smp: SmpProcess) -> Memory:
     alone = Agreement()
-    return Memory(smp.job, "", smp.arena, start=False, protect="none", deadline_s=DEADLINE_S, agreement=alone)
+    return Memory(smp.job, "", smp.arena.parent, start=False, protect="none", deadline_s=DEADLINE_S, agreement=alone)
 
 
 def write(writer: Memory) -> SnapshotId:

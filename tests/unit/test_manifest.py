@@ -14,8 +14,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.manifest import Manifest
-from holdfast.snapshot.state.replicas import Sharing
-from holdfast.snapshot.state.shares import Part
+from holdfast.snapshot.state.replicas import Part, Sharing
 from tests.unit.test_state import Toy
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
-from holdfast.snapshot.state.shares import ALIGN_BYTES, Part, parse_part, part_name, same_on_all, share, whole
+from holdfast.snapshot.state.replicas import ALIGN_BYTES, Part, parse_part, part_name, same_on_all, share, whole
 
 shapes = st.one_of(
     st.just(()),

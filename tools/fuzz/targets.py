@@ -65,8 +65,7 @@ from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.smp_daemon.shared.transport import SocketStream, frame
 from holdfast.snapshot.resume.arrange import RankInfo
 from holdfast.snapshot.state.record import decode_values, parse_record
-from holdfast.snapshot.state.replicas import shared_leaves_of
-from holdfast.snapshot.state.shares import parse_part
+from holdfast.snapshot.state.replicas import parse_part, shared_leaves_of
 from holdfast.snapshot.state.values import decode, encode
 
 SNAPSHOT = SnapshotId(3, 41)
