@@ -267,6 +267,8 @@ class FirstTurns:
             log.warning(AMOUNTS, *amounts)
         if (self._is_among_first or is_due) and (uneven := rehearsal.uneven()):
             yield Event.UNEVEN, uneven
+        if is_due and rehearsal.grew():
+            yield Event.GREW, []
 
     def step_ended(self, *, is_due: bool) -> None:
         """A step of a plain loop has ended: note how everything is for the next one."""
@@ -363,9 +365,10 @@ class Rehearsal:
         self._changed: set[str] | None = None  # the values that the first turn changed
 
     def note(self) -> None:
-        """A step has ended: note how the generators are."""
+        """A step has ended: note how the generators are, and what optimizers have."""
         states = rng.capture()
         self._before, self._torch = self._generators(states), bytes(states["torch"])
+        self._given = self._sizes()
 
     def note_values(self) -> None:
         """Note how values are: as the loop is entered, or as the first step ends."""
@@ -403,6 +406,15 @@ class Rehearsal:
             self._changed = changed
             return []
         return sorted(changed & self._changed)
+
+    def grew(self) -> bool:
+        """Whether an optimizer was given parameters since `note`."""
+        return self._sizes() != self._given
+
+    def _sizes(self) -> list[int]:
+        """How many parameters each group of each optimizer has."""
+        groups = (group for each in self._adapter.optimizers() for group in getattr(each, "param_groups", ()))
+        return [len(group["params"]) for group in groups]
 
     def _late(self) -> dict[str, object]:
         try:

@@ -52,8 +52,9 @@ class Event(Enum):
     that the step begins. DECLARE: it says for the first time where steps begin. LAST: it has ended well, and the state
     after its last step is to be kept. LEAVE: the hook is left, in whatever way.
 
-    UNEVEN, MOVED: just before a FORWARD that begins a step, something was drawn or changed in another way than before
-    the first step, so that a restart would not get there; see `snapshot.first_turns.Rehearsal`.
+    UNEVEN, MOVED, GREW: just before a FORWARD that begins a step, something was drawn or changed in another way than
+    before the first step, or an optimizer was given parameters, so that a restart would not get there; see
+    `snapshot.first_turns.Rehearsal`.
     """
 
     FORWARD = auto()
@@ -68,6 +69,7 @@ class Event(Enum):
     BEGIN = auto()
     UNEVEN = auto()
     MOVED = auto()
+    GREW = auto()
     DECLARE = auto()
     LAST = auto()
     LEAVE = auto()
@@ -113,6 +115,10 @@ class NotPlain(Enum):
         "values changed before the first forward, and again before the second, as a schedule or counter at the top of "
         "the loop does; after a restart they would change twice"
     )
+    GREW = (
+        "an optimizer was given parameters between two steps; where that is done at the top of a turn, a restart would "
+        "do it again"
+    )
     SKIPPED = (
         "gradients were computed and zeroed again without a step of an optimizer that the hook was given. An optimizer "
         "that is made later has to be made before the block, and given in a list with the other"
@@ -138,6 +144,7 @@ PLAIN = _table(
     BETWEEN      EVALUATION   BETWEEN      EVALUATED
     BETWEEN      UNEVEN       BETWEEN      UNEVEN
     BETWEEN      MOVED        BETWEEN      MOVED
+    BETWEEN      GREW         BETWEEN      GREW
     BETWEEN      LEAVE        LEFT         TAKE
     BEGUN        DECLARE      BETWEEN      GIVE_UP
     BEGUN        BACKWARD     CERTAIN      CONFIRM

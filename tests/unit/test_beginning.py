@@ -392,6 +392,30 @@ def with_a_schedule_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[Non
         job.optim.zero_grad()
 
 
+class Unfreezing(Job):
+    """The optimizer is given the last parameter later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        *known, self.late = self.model.parameters()
+        self.late.requires_grad_(False)
+        self.optim = torch.optim.Adam(known, lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
+
+
+def unfreezing_in(turn: int) -> Loop:
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        assert isinstance(job, Unfreezing)
+        for step in range(snap.step, STEPS):
+            if step == turn:
+                job.optim.add_param_group({"params": [job.late.requires_grad_()]})
+            job.backward()
+            yield
+            job.step()
+
+    return loop
+
+
 class Compiled(Job):
     """The hook gets the raw module, but the loop calls the compiled one."""
 
@@ -416,6 +440,7 @@ NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
     (looping(on_held_out_data, after=add_noise), Simple, r"random numbers .*\(torch\)"),
     (with_a_batch_read_ahead, Simple, r"random numbers .*\(torch\)"),
     (with_a_schedule_at_the_top, Job, r"at the top of the loop .*lr"),
+    (unfreezing_in(1), Unfreezing, "given parameters"),
 ]
 
 
@@ -484,6 +509,15 @@ def test_what_is_first_seen_later_costs_the_snapshots_of_its_steps_and_is_warned
     (said,) = [text for text in warnings_of(caplog) if BEGIN in text]
     assert "no snapshot of step 3" in said
     assert seen in said
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_step_before_which_an_optimizer_was_given_parameters_has_no_snapshot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The loop would give them once more after a restart there."""
+    trial(unfreezing_in(3), Unfreezing, stop=4, behind=2)
+    assert any("given parameters" in text for text in warnings_of(caplog))
 
 
 @pytest.mark.usefixtures("arena")
