@@ -207,14 +207,14 @@ def test_a_process_of_an_older_epoch_takes_nothing(shm: Path) -> None:
     assert all(place.trainer.change(file, owner, taken(1)) for file, owner in chosen.items())
 
 
-def test_what_it_had_taken_gets_a_new_file_and_it_writes_to_nothing(shm: Path) -> None:
+def test_what_it_had_taken_is_deleted_and_it_writes_to_nothing(shm: Path) -> None:
     place = Place(shm / "a", FIRST, SECOND)
     slot = place.slot(FIRST)
     late = place.pool.view(slot)
     place.take(FIRST)
     place.arena.fence(2)
     late[:] = b"x" * PAGE
-    assert place.states == [SlotState.FREE, SlotState.FREE, SlotState.SEALED]
+    assert place.states == [SlotState.FREE, SlotState.SEALED]
     assert b"x" not in {byte for path in place.arena.path.glob("*.safetensors") for byte in [path.read_bytes()[:1]]}
     assert {epoch for of in place.trainer.found().values() for _, epoch in of} == {2}
 
@@ -234,7 +234,7 @@ def test_an_smp_that_dies_while_an_epoch_ends_leaves_every_slot_to_one_owner(shm
     assert {epoch for of in place.trainer.found().values() for _, epoch in of} == {2}
 
 
-def test_what_a_trainer_of_an_epoch_that_is_over_had_taken_gets_a_new_file(shm: Path) -> None:
+def test_what_a_trainer_of_an_epoch_that_is_over_had_taken_is_deleted(shm: Path) -> None:
     """An SMP died after it had noted the new epoch, and before it had replaced the slot."""
     place = Place(shm / "a")
     file = place.take()
@@ -244,5 +244,5 @@ def test_what_a_trainer_of_an_epoch_that_is_over_had_taken_gets_a_new_file(shm: 
     assert list(arena.adopt()) == []
     arena.own(2)
     late[:] = b"x" * PAGE
-    assert (place.arena.path / file).read_bytes() == bytes(PAGE)
+    assert not (place.arena.path / file).exists()
     assert {epoch for of in place.trainer.found().values() for _, epoch in of} == {2}

@@ -1,4 +1,4 @@
-"""Orders of a regrouping: whoever gave one asks again while units move, and another order ends it."""
+"""Orders of a regrouping: whoever gave one asks again while bytes move, and another order ends it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ class Ordered:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.goes: SimpleQueue[bool | Exception] = SimpleQueue()
         self.attempts = 0
+        self.board = SimpleNamespace(moves=3)
         store: Any = SimpleNamespace(
             job="job",
             node="node0",
             changed=threading.Condition(threading.RLock()),
             state=SimpleNamespace(check_epoch=lambda epoch: None),
+            outcomes=SimpleNamespace(board=self.board),
             arena=SimpleNamespace(layouts={(LAYOUT.epoch, LAYOUT.revision): LAYOUT}),
             holdings=SimpleNamespace(held=lambda: [ShardKey(SNAPSHOT, "dp0")], known_damage=lambda key: []),
         )
@@ -44,6 +46,7 @@ class Ordered:
         self.attempts += 1
         while (how := self.goes.get(timeout=DEADLINE_S)) is True:
             go_on()
+            self.board.moves += 1
         if isinstance(how, Exception):
             raise how
         return 7
@@ -69,7 +72,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ordered]:
             assert not thread.is_alive()
 
 
-def test_whoever_asks_again_hears_how_many_units_moved_and_starts_nothing_new(ordered: Ordered) -> None:
+def test_whoever_asks_again_hears_whether_bytes_move_and_starts_nothing_new(ordered: Ordered) -> None:
     before = ordered.reconciler.obey(ordered.encode())
     assert not before.done
     ordered.goes.put(True)
