@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.spawn import find_arenas, remove
+from holdfast.smp_daemon.shared.spawn import Leftover, find_arenas, remove
 from tests.proof.device.driver import Driver
 from tests.proof.device.queues import EAGER, LAZY
 from tests.proof.device.seam import Cpu, Emulated, Real, SeamDevice
@@ -103,9 +103,14 @@ def arena() -> Iterator[Path]:
     try:
         yield base
     finally:
-        for found in find_arenas(base):
+        for found in arenas_in(base):
             remove(found)
         shutil.rmtree(base)
+
+
+def arenas_in(base: Path) -> list[Leftover]:
+    """The arenas at any depth below `base`: a check may make directories of its own."""
+    return [found for path in base.glob("**/smp.json") for found in find_arenas(path.parent)]
 
 
 def run_check(

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from benchmarks.gpu import beside, machine, written
-from benchmarks.gpu.machine import OF_CHECKS, Machine, arena, end_all, run_check
+from benchmarks.gpu.machine import OF_CHECKS, Machine, arena, arenas_in, end_all, run_check
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.spawn import find_arenas
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +63,7 @@ def test_a_check_that_takes_too_long_leaves_nothing(monkeypatch: pytest.MonkeyPa
         limit, smps = time.monotonic() + LONG_S, list[psutil.Process]()
         while not smps and time.monotonic() < limit:
             time.sleep(0.05)
-            smps = [smp for each in find_arenas(base) for smp in each.smps]
+            smps = [smp for each in arenas_in(base) for smp in each.smps]
         [check] = [each for each in psutil.Process().children() if "--check" in each.cmdline()]
         check.suspend()  # so it takes too long, however fast this machine
         thread.join(LONG_S + DEADLINE_S)

@@ -146,7 +146,7 @@ def test_what_a_job_that_had_ended_left_is_nothing_to_the_next_of_that_name(grou
     run_on(smps, [[3000], [3000]]).protect(1)
     smps[0].kill()
     (smps[0].arena / "node.json").unlink()  # the first file that an ending SMP removes
-    (smps[0].arena / f"left.json{PART}").write_text("{")
+    (smps[0].arena / f"node.json{PART}").write_text("{")
     smps[0].launch().wait_ready()
     assert sorted(path.name for path in smps[0].arena.iterdir()) == ["board", "smp.json", "smp.log", "smp.sock"]
     smps[1].lose()

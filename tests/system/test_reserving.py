@@ -272,9 +272,10 @@ class Scarce(System):
         return super().available_bytes() if self.available is None else self.available
 
     def posix_fallocate(self, fd: int, offset: int, length: int, /) -> None:
-        if self._left <= 0:
+        is_slot = length > 1 << 16  # and not the board
+        if is_slot and self._left <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._left -= 1
+        self._left -= is_slot
         os.posix_fallocate(fd, offset, length)
 
 

@@ -187,7 +187,7 @@ class EmulatedCuda:
             for name, replacement in self._functions().items():
                 stack.enter_context(patch.object(torch.cuda, name, replacement))
             if self.driver is None:
-                for place in ("rank", "writer"):
+                for place in ("rank", "memory"):
                     stack.enter_context(patch(f"holdfast.snapshot.{place}.DeviceEngines", self.engines))
             else:
                 stack.callback(_own_stream.cache_clear)
