@@ -172,6 +172,9 @@ def referred(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 # ---------------------------------------------------------------------- the table
+#
+# Other threads of the user may change what is walked, and Python raises where a dict, set or deque changes while it is
+# iterated over: these are copied first, which no other thread can interrupt.
 
 
 class _Learned(NamedTuple):
@@ -199,7 +202,7 @@ def _of(kind: type) -> _Learned:
     if len(_known) >= MOST:
         _known.clear()  # of a process that makes classes again and again
     made = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
-    slots = [part for each in made for part in each.values() if isinstance(part, types.MemberDescriptorType)]
+    slots = [part for each in made for part in list(each.values()) if isinstance(part, types.MemberDescriptorType)]
     generates = issubclass(kind, GENERATORS) and not issubclass(kind, random.SystemRandom)
     _known[id(kind)] = learned = _Learned(kind, _opener_of(kind), generates, slots)
     return learned
@@ -222,20 +225,21 @@ def _opener_of(kind: type) -> Callable[..., Parts] | None:
 def _values(value: Mapping[Any, Any]) -> Parts:
     """Nothing if a class of others lets nobody read it, as OmegaConf's do while values are missing."""
     try:
-        items = value.items() if isinstance(value, dict) else list(value.items())
+        items = list(value.items())
     except Exception:
         return
     for place, (key, part) in enumerate(items):
         yield f"[{key!r}]" if is_plain(key) else f"[{place}]", part
 
 
-def _items(value: Iterable[Any]) -> Parts:
-    return ((f"[{place}]", part) for place, part in enumerate(value))
+def _items(value: Collection[Any]) -> Parts:
+    return ((f"[{place}]", part) for place, part in enumerate(value.copy() if isinstance(value, deque) else value))
 
 
 def _members(value: Collection[Any]) -> Parts:
     """Nothing if they have no order that is the same in every run."""
-    return sorted((f"{{{part!r}}}", part) for part in value) if all(map(is_plain, value)) else ()
+    members = list(value)
+    return sorted((f"{{{part!r}}}", part) for part in members) if all(map(is_plain, members)) else ()
 
 
 def _position(value: Any) -> Parts:
@@ -269,7 +273,7 @@ def _attributes(value: Any, skipped: Collection[str], code: bool) -> Parts:
 def of_class(kind: type) -> Iterator[tuple[str, Any]]:
     """The attributes of one class of the user, methods included."""
     if package_of(kind.__module__) not in LIBRARIES:
-        yield from ((f".{name}", part) for name, part in vars(kind).items() if not name.startswith("__dict"))
+        yield from ((f".{name}", part) for name, part in list(vars(kind).items()) if not name.startswith("__dict"))
 
 
 def is_plain(value: Any) -> bool:

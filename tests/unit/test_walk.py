@@ -226,3 +226,18 @@ def test_a_batch_that_refers_to_itself_has_a_digest() -> None:
 def test_a_mapping_that_cannot_be_read_has_no_parts() -> None:
     config = MappingProxyType(Unreadable(rate=1))
     assert [path for path, _, _ in walk([("", [config, 2])], lambda value: True)] == ["", "[0]", "[1]"]
+
+
+def test_what_another_thread_changes_meanwhile_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the changes come whenever an entry is looked at."""
+    table: dict[str, int] = {"a": 1, "b": 2}
+    members = {"c", "d"}
+
+    def looked_at(value: object) -> bool:
+        table[f"more {len(table)}"] = 0
+        members.add(f"more {len(members)}")
+        return isinstance(value, str)
+
+    monkeypatch.setattr("holdfast.snapshot.state.walk.is_plain", looked_at)
+    found = [path for path, _, _ in walk([("", [table, members])], lambda value: False)]
+    assert {"[0]['a']", "[0]['b']", "[1]{'c'}", "[1]{'d'}"} <= set(found)
