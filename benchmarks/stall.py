@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,12 +132,14 @@ class StallReport:
     failed: dict[str, str] = field(default_factory=dict)
     hot: str = ""
 
-    def busy(self) -> list[str]:
-        """What says that the machine was too busy; only for results whose rows know their noise."""
+    def busy(self, of: Collection[str] = ()) -> list[str]:
+        """What says that the machine was too busy; only for results whose rows know their noise. `of`: the systems
+        whose rows count; none: all."""
         return [
             f"{row['system']}, {ranks_text(row['ranks'])}, {every_text(row['every'])}: {lost(row)} copies"
             for row in self.rows
             if row["noise"] is not None
+            and (not of or row["system"] in of)
             and (
                 row["noise"] > max(TOO_BUSY, SHARE * row["lost_ratio"])
                 or (row["system"] == "nothing" and abs(row["lost_ratio"]) > TOO_BUSY)

@@ -12,16 +12,20 @@ MARKED = re.compile(r"(<!--stall ([a-z-]+)-->).*?(<!--/stall-->)", re.S)
 """A part of a page between two comments, which name what is written there."""
 
 
+QUOTED = ("holdfast", "nothing")
+"""The systems whose figures stand in sentences."""
+
+
 def filled(text: str, folder: str) -> str:
     """A page with its marked parts as they should be now. `folder`: where results are, from the page."""
     return MARKED.sub(lambda found: found[1] + PARTS[found[2]](folder) + found[3], text)
 
 
 def _newest(least_ranks: int) -> tuple[str, StallReport]:
-    """The newest result of a machine that was not too busy, and its name, that has holdfast in every step, with some
-    number of ranks from this one on."""
+    """The newest result, and its name, that has holdfast in every step, with some number of ranks from this one on, and
+    for that a machine that was not too busy. What is noisy beside that, the table shows with its noise."""
     found = {path.stem: StallReport.read(path) for path in RESULTS.glob("stall-*.json")}
-    fits = {name: report for name, report in found.items() if _losses(report, least_ranks) and not report.busy()}
+    fits = {name: report for name, report in found.items() if _losses(report, least_ranks) and not report.busy(QUOTED)}
     return max(fits.items(), key=lambda named: named[1].date)
 
 
