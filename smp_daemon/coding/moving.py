@@ -112,8 +112,8 @@ class Monitor:
         self._declined = 0
         # Held for a whole regrouping, which talks to other nodes and may take minutes. The leading thread takes it, and
         # so does a thread that drains this node or another. It is the outermost lock: the store's lock is taken under
-        # it, never the reverse. `_declined` is guarded by it. `_seen` belongs to the watching thread;
-        # other threads only add or read single items. Any thread adds to `_spares`; only the lock's holder removes.
+        # it, never the reverse. `_declined` is guarded by it. `_seen` belongs to the watching thread; other threads
+        # only add or read single items. Any thread adds to `_spares`; only the lock's holder removes.
         self._regrouping_lock = network.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)

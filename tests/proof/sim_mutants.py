@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import Run, first_after, run_id
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.messages import Seal
+from holdfast.smp_daemon.shared.messages import Obeyed, Seal
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plan import candidates, newest_protected, plan_restore
 from holdfast.smp_daemon.shared.runs import new_run, own_run
@@ -508,6 +508,19 @@ OWN_RUN = "holdfast.snapshot.resume.entering"
 # ---------------------------------------------------------------------- on nodes of real size
 
 
+def _drained(seed: int) -> Callable[[SeedPlan], SeedPlan]:
+    """The plan of `seed` on nodes of real size, which are slow, and of which one is drained at the end."""
+    return lambda plan: replace(draw_sized(seed), final="drain")
+
+
+def _in_a_minute(self: Protecting) -> float:
+    return self._rank.system.monotonic() + self._options.deadline_s
+
+
+def _nothing_moves(*, done: bool, moved: int) -> Obeyed:
+    return Obeyed(done=done, moved=0)
+
+
 def _sized(*kinds: str, **costs: float) -> Callable[[SeedPlan], SeedPlan]:
     """Nodes of real size on which these faults strike once snapshots are taken. `costs`: those that are not drawn."""
 
@@ -586,6 +599,18 @@ MUTANTS: dict[str, SimMutant] = {
         "calm",
         ((SmpClient, "_read_deadline", lambda self, names: 30.0),),
         _sized(digest=1e9),
+    ),
+    "leaves-in-a-minute": SimMutant(
+        "the last snapshot before an announced loss has `deadline_s` to be protected, however many bytes there are",
+        "announced",
+        ((Protecting, "_protected_by_s", _in_a_minute),),
+        _drained(5004),
+    ),
+    "unheard-progress": SimMutant(
+        "whoever has nodes regroup does not hear that bytes move on them",
+        "announced",
+        (("holdfast.smp_daemon.recovery.reconciler", "Obeyed", _nothing_moves),),
+        _drained(5172),
     ),
     "deadline-ignored": SimMutant(
         "a call to an SMP that has not answered by its deadline waits as long once more, again and again",

@@ -111,6 +111,8 @@ def test_noise_stands_beside_what_is_lost_and_says_when_a_machine_is_too_busy() 
         assert len(report(noisy).busy()) == 1
         assert "too busy" in markdown(report(noisy))
     assert not report(calm | {"lost_ratio": 5.0, "noise": 0.24}).busy()  # 5 in 100 of it
+    others = report(nothing, calm, calm | {"system": "other", "noise": 0.4})
+    assert others.busy() and not others.busy(("holdfast", "nothing"))  # what is quoted was calm
 
 
 def test_rounds_go_on_until_a_row_is_steady() -> None:
