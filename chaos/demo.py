@@ -192,6 +192,7 @@ def run(plan: DemoPlan, progress: Callable[[str, Event], None]) -> Account:
     began = time.monotonic()
     args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "hook": {"protect": plan.protect}}
     args |= {"defaults": plan.defaults, "options": plan.options}
+    args["drain"] = not plan.defaults  # steps of a tiny model end before a busy machine has protected the last one
     progress("import", {"kind": "begin"})
     with Launcher(PRELOAD, device=plan.device) as launcher:
         launcher.wait_ready()

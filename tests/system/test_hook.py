@@ -83,12 +83,14 @@ def small(width: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
 
-def train(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
+def train(
+    snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int, drain_s: float = 60
+) -> None:
     for _ in range(steps):
         width: Any = next(model.parameters()).shape[1]
         optim.zero_grad()
         model(torch.ones(2, width)).sum().backward()
-        snap.drain(60)
+        snap.drain(drain_s)
         optim.step()
 
 
@@ -664,7 +666,7 @@ def test_a_snapshot_that_is_never_over_holds_up_the_next_and_the_log_says_so(
         taken = snap.statistics.taken
         with monkeypatch.context() as patch:
             patch.setattr(SmpClient, "outcome", lambda client, snapshot: SnapshotOutcome.PENDING)
-            train(snap, model, optim, 6)
+            train(snap, model, optim, 6, drain_s=0)  # in vain
             assert snap.statistics.taken <= taken + 1
         assert "has been waiting" in caplog.text
         train(snap, model, optim, 6)
