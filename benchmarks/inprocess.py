@@ -7,6 +7,7 @@ rank is a node with its own SMP. Rank 1 is killed with SIGKILL in the middle of 
 * ``torchrun``: the last line of the script is ``main()``, and torchrun restarts all ranks;
 * ``torchrun-survive``: it is ``survive(main)``;
 * ``survive``: the same, without torchrun;
+* ``standby``: the same, and all of its node is killed: a node that waits takes its place;
 * ``ray``: a `WorkerGroup`, whose survivors keep their processes, and for whose dead worker Ray starts a new one.
 
 Each round measures all of them, and how long a new process takes to import torch.
@@ -53,22 +54,36 @@ def note(folder: str, rank: int, attempt: int, moment: str) -> None:
         out.write(json.dumps({"moment": moment, "attempt": attempt, "at": time.monotonic()}) + "\n")
 
 
-def train(folder: str, mb: int) -> None:
+def train(folder: str, mb: int, die: Callable[[], object]) -> None:
     """One rank, in one attempt."""
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    os.environ |= {ARENA_ENV: f"{folder}/node{rank}", "HOLDFAST_NODE": f"node{rank}", "HOLDFAST_JOB": "bench"}
+    node = os.environ.setdefault("HOLDFAST_NODE", f"node{rank}")
+    os.environ |= {ARENA_ENV: f"{folder}/{node}", "HOLDFAST_JOB": "bench"}
     torch.set_num_threads(1)
 
     say = partial(note, folder, rank, attempt)
     say("begun")
     try:
-        steps(say, mb, victim=rank == VICTIM and attempt == 0)
+        steps(say, mb, die if rank == VICTIM and attempt == 0 else None)
     except RuntimeError:
         note(folder, rank, attempt + 1, "detected")
         raise
 
 
-def steps(say: Callable[[str], None], mb: int, *, victim: bool) -> None:
+def kill_trainer() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_node() -> None:
+    """Kill this node's SMP and supervisor, with which the kernel kills this process."""
+    owner = read_owner(Path(os.environ[ARENA_ENV], "bench"))
+    assert owner is not None
+    os.kill(owner.pid, signal.SIGKILL)
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def steps(say: Callable[[str], None], mb: int, die: Callable[[], object] | None) -> None:
     """The training of one rank, which dies on the way if it is the victim."""
     dist.init_process_group("gloo")
     say("joined")
@@ -80,9 +95,10 @@ def steps(say: Callable[[str], None], mb: int, *, victim: bool) -> None:
         for step in snap.steps(STEPS):
             net(torch.ones(2, width)).square().mean().backward()
             snap.drain(30)
-            if victim and step == KILL_AT:
+            dist.barrier()  # or a rank would wait for what a node that is lost has not yet said
+            if die is not None and step == KILL_AT:
                 say("killed")
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             for parameter in net.parameters():
                 dist.all_reduce(parameter.grad)
             optim.step()
@@ -99,13 +115,14 @@ class Job:
     folder: str
     ranks: int
     mb: int
+    port: int
 
     def do(self) -> None:
         """Play the part: a rank whose script ends with ``main()`` or ``survive(main)``, or Ray's driver."""
         if self.part == "main":
-            train(self.folder, self.mb)
-        elif self.part == "survive":
-            survive(train, self.folder, self.mb)
+            train(self.folder, self.mb, kill_trainer)
+        elif self.part in ("survive", "node"):
+            survive(train, self.folder, self.mb, kill_trainer if self.part == "survive" else kill_node)
         else:
             self._drive_ray()
 
@@ -116,7 +133,7 @@ class Job:
 
         ray.init(num_cpus=self.ranks, object_store_memory=1 << 27, include_dashboard=False, log_to_driver=False)
         with WorkerGroup(1, self.ranks, job="bench") as workers:
-            workers.run(train, self.folder, self.mb)
+            workers.run(train, self.folder, self.mb, kill_trainer)
         ray.shutdown()
 
 
@@ -141,6 +158,14 @@ def each_rank(job: Job) -> None:
         check(job, started)
 
 
+def with_standby(job: Job) -> None:
+    """Start a process that waits for the place of a rank, then all ranks."""
+    waits = {"HOLDFAST_STANDBY": f"127.0.0.1:{job.port}", "HOLDFAST_NODE": f"node{job.ranks}"}
+    with running(job, [waits]) as waiting, ranks(job, attempt=0) as started:
+        started.pop(VICTIM).wait(DEADLINE_S)
+        check(job, started + waiting)
+
+
 def one_process(job: Job, *launch: str) -> None:
     """Start a process that starts the ranks."""
     with running(job, [{}], *launch) as started:
@@ -157,6 +182,7 @@ WAYS: dict[str, tuple[str, Callable[[Job], None]]] = {
     "torchrun": ("main", torchrun),
     "torchrun-survive": ("survive", torchrun),
     "survive": ("survive", each_rank),
+    "standby": ("node", with_standby),
     "ray": ("ray", one_process),
 }
 """The part that processes play, and who starts them."""
@@ -165,11 +191,10 @@ WAYS: dict[str, tuple[str, Callable[[Job], None]]] = {
 @contextmanager
 def ranks(job: Job, attempt: int) -> Iterator[Started]:
     """A process for each rank, with what torchrun would tell it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.ranks)}
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), "WORLD_SIZE": str(job.ranks)}
     told["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-    with running(job, [told | {"RANK": str(rank)} for rank in range(job.ranks)]) as started:
+    each = [told | {"RANK": str(rank), "HOLDFAST_NODE": f"node{rank}"} for rank in range(job.ranks)]
+    with running(job, each) as started:
         yield started
 
 
@@ -200,17 +225,22 @@ def check(job: Job, started: Started) -> None:
         raise RuntimeError(Path(job.folder, "log").read_text(errors="replace")[-3000:])
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
 def measure(way: str, ranks: int, mb: int) -> dict[str, float]:
     """Seconds from the kill until the first rank has detected it, and the last has reached the others of `MOMENTS`."""
     folder = Path(f"/dev/shm/holdfast-bench-{os.getpid()}")
     folder.mkdir(mode=0o700)
     part, run = WAYS[way]
     try:
-        run(Job(part, str(folder), ranks, mb))
+        run(Job(part, str(folder), ranks, mb, free_port()))
         return since_kill([read(folder / f"{rank}.json") for rank in range(ranks)])
     finally:
-        for rank in range(ranks):
-            owner = read_owner(folder / f"node{rank}" / "bench")
+        for node in folder.glob("node*"):
+            owner = read_owner(node / "bench")
             if owner is not None and psutil.pid_exists(owner.pid):
                 smp = psutil.Process(owner.pid)
                 smp.kill()

@@ -23,11 +23,15 @@ from typing import NoReturn, ParamSpec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from holdfast.integrations.survivors.attempts import JobAttempt, JobPlace, hindrance, parse_lines, to_line
-from holdfast.integrations.survivors.rendezvous import join
+from holdfast.integrations.survivors.attempts import PLACE, JobAttempt, JobPlace, hindrance, parse_lines, to_line
+from holdfast.integrations.survivors.rendezvous import await_place, join
 from holdfast.integrations.survivors.supervisor import Supervisor, leave
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import Address
+from holdfast.smp_daemon.shared.settings import STANDBY
 from holdfast.snapshot.collective.mesh import AgreementLost
+from holdfast.snapshot.connect import node_from_environment
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.state.audit import orders_from_environment
 
@@ -71,13 +75,38 @@ def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoR
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     orders = orders_from_environment()
     killed = "an audit kills and starts this process itself" if orders is not None and orders.kill else ""
-    if reason := killed or hindrance(os.environ, threads, _uses_cuda()):
+    standby = STANDBY.value()
+    waits = standby is not None and standby[0] != ""
+    if reason := killed or hindrance({} if waits else os.environ, threads, _uses_cuda()):
+        if waits:
+            raise ConfigError(f"this process cannot be a standby: {reason}")
         log.warning("survivors of a lost rank will not keep their processes: %s", reason)
         main(*args, **kwargs)
         sys.exit()
-    place = JobPlace.from_environment(os.environ)
+    node = node_from_environment()
+    if standby is not None and waits:
+        connection = _wait_as_standby(standby, node)
+        place = JobPlace.from_environment(os.environ)
+    else:
+        place = JobPlace.from_environment(os.environ)
+        connection = join(place, node, standby[1] if standby is not None else 0)
     patience_s = PATIENCE_S if place.world > 1 else 0.0
-    leave(Supervisor(join(place), partial(_train, partial(main, *args, **kwargs), patience_s)).run())
+    leave(Supervisor(connection, partial(_train, partial(main, *args, **kwargs), patience_s)).run())
+
+
+def _wait_as_standby(address: Address, node: str) -> socket.socket:
+    """Wait for the place of a lost rank, and take it: this process's environment then says what that rank's said. Ends
+    this process with exit code 0 once the job has finished."""
+    log.info("waiting at %s:%d for the place of a lost node", *address)
+    found = await_place(address, node, int(os.environ.get("LOCAL_RANK", "0")))
+    if found is None:
+        log.info("the job has finished, and no standby is needed")
+        sys.exit()
+    connection, told = found
+    for name in PLACE:
+        os.environ.pop(name, None)
+    os.environ |= told
+    return connection
 
 
 def abandon_process_groups() -> None:

@@ -4,7 +4,8 @@
 JSON, ``[[attempt, rank, point, step], ...]``: where a trainer kills itself, as torchrun or `survive` number attempts.
 Points are *entered*, *joined*, *top*, *middle* and *stepped*. In place of a point, *bug* raises in the middle of a
 step, *exit* ends the process with code 7, *term* sends SIGTERM to what the launcher started, *drain* says so on
-standard output and waits until this node is being drained, and *hang* says so there and sleeps.
+standard output and waits until this node is being drained, and *hang* says so there and sleeps. *lost* kills the node:
+its SMP, its supervisor and itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import survive
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.paths import arena_path, read_owner
 
 STEPS = 10
 
@@ -42,9 +43,12 @@ class Script:
     """What one rank does."""
 
     def __init__(self, folder: str, kills: str) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
         self.folder = Path(folder)
         self.kills = json.loads(kills)
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ.get("RANK", "0"))  # a standby has none before it takes a place
 
     @property
     def attempt(self) -> int:
@@ -62,6 +66,13 @@ class Script:
             if what == point:
                 self.say("killed")
                 os.kill(os.getpid(), signal.SIGKILL)
+            if point == "middle" and what == "lost":
+                self.say("killed")
+                owner = read_owner(arena_path("survivors"))
+                assert owner is not None
+                os.kill(owner.pid, signal.SIGKILL)
+                os.kill(os.getppid(), signal.SIGKILL)  # with which the kernel kills this process
+                signal.pause()
             if point == "middle" and what == "bug":
                 raise ValueError(f"a bug at step {step}")
             if point == "middle" and what == "exit":
@@ -146,6 +157,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     script = Script(*sys.argv[1:])
-    node = f"node{script.rank}"
-    os.environ |= {"HOLDFAST_ARENA": str(script.folder / node), "HOLDFAST_NODE": node}
+    node = os.environ.setdefault("HOLDFAST_NODE", f"node{script.rank}")
+    os.environ["HOLDFAST_ARENA"] = str(script.folder / node)
     survive(script.main)

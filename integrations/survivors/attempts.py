@@ -7,7 +7,8 @@ launcher. Each has a store of its own for `torch.distributed`, in which there is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,6 +17,14 @@ from holdfast.smp_daemon.shared.errors import ProtocolError
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables by which launchers other than torchrun tell a process that it is one of several."""
+
+PLACE = (
+    *NAMES,
+    *("LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+"""Variables by which launchers tell a process its part in the job. A standby gets those of the rank it replaces."""
 
 ATTEMPTS = 101
 """Attempts where no torchrun sets a limit: as many as of a worker group under Ray."""
@@ -67,6 +76,7 @@ class JobPlace:
         host, port: where rank 0, or torchrun's agent if `agents_store`, is to be reached; empty without a launcher.
         start: the name of this start of the job by the launcher, the same on all ranks.
         limit: how many attempts there may be.
+        told: all that the launcher has told this process about its part.
     """
 
     rank: int
@@ -76,14 +86,16 @@ class JobPlace:
     agents_store: bool
     start: str
     limit: int
+    told: dict[str, str]
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """What the launcher said, of which `hindrance` has found nothing to be missing."""
         start = f"{environment.get('TORCHELASTIC_RUN_ID', '')} {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         limit = _attempts_left(environment)
+        told = {name: environment[name] for name in PLACE if name in environment}
         if "RANK" not in environment:
-            return cls(0, 1, "", 0, False, start, limit)
+            return cls(0, 1, "", 0, False, start, limit, told)
         return cls(
             int(environment["RANK"]),
             int(environment["WORLD_SIZE"]),
@@ -92,6 +104,7 @@ class JobPlace:
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             start,
             limit,
+            told,
         )
 
 
@@ -165,6 +178,15 @@ class Attempts:
     def left(self) -> None:
         """A supervisor has ended: it has failed, or its node is lost, and the launcher decides what happens now."""
         self.is_over = self.is_over or not self.has_ended
+
+
+def heir(waiting: Iterable[str], ranks: int) -> str | None:
+    """The node that takes the place of a lost one, which had so many ranks: it has as many standbys.
+
+    Args:
+        waiting: the node of each standby; whose first came first is taken first.
+    """
+    return next((node for node, count in Counter(waiting).items() if count == ranks), None)
 
 
 def parse_lines(buffer: bytes, limit: int = 4096) -> tuple[list[dict[str, Any]], bytes]:

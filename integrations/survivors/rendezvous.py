@@ -1,9 +1,13 @@
 """Where supervisors meet: a process beside rank 0's supervisor counts attempts, and hosts the store of each.
 
-Supervisors send lines of JSON: ``{"start", "rank"}`` first, then ``{"lost": number}`` or ``{"done": number}`` of their
-trainer. They are sent ``{"attempt": number, "host", "port"}`` when they come and whenever an attempt begins,
-``{"end": true}`` when all have finished, and ``{"over": true}`` when no other attempt will follow. Whoever reads the
-end of the stream knows that, too.
+Supervisors send lines of JSON: ``{"start", "rank", "node", "told"}`` first, then ``{"lost": number}`` or ``{"done":
+number}`` of their trainer, and ``{"leaves": true}`` as they end. They are sent ``{"attempt": number, "host", "port"}``
+when they come and whenever an attempt begins, ``{"end": true}`` when all have finished, and ``{"over": true}`` when no
+other attempt will follow. Whoever reads the end of the stream knows that, too.
+
+A node is lost when one of its supervisors is gone that has not said that it leaves. A *standby* is a supervisor without
+a rank. It sends ``{"standby": node, "local"}``, and ``{"place": told}`` makes it the supervisor of a lost rank: *told*
+is what the launcher told that one. Standbys take the place of a whole node, or none.
 
 A store is closed as its attempt ends, so that whoever waits in it goes on.
 """
@@ -18,25 +22,38 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, parse_lines, to_line
+from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, heir, parse_lines, to_line
 from holdfast.integrations.survivors.supervisor import die_with
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.smp_daemon.shared.plain import Address
 
 JOIN_DEADLINE_S = 600.0
 """How long the other ranks may take with their imports."""
 
 CONNECT_S = 10.0
 RETRY_S = 0.05
+SILENT_S = 10
+"""How long a host may answer nothing before its connections are closed: TCP says nothing of a host without power."""
+
+Told = dict[str, str]
+
+log = get_log(__name__)
 
 
-def join(place: JobPlace) -> socket.socket:
+def join(place: JobPlace, node: str, port: int = 0) -> socket.socket:
     """Meet the other supervisors; returns the connection. Blocks until rank 0's can be reached.
+
+    Args:
+        node: what this process is lost together with.
+        port: where rank 0 listens; 0: at the launcher's port, or at any that torchrun's store then names.
 
     Raises:
         OSError: rank 0 cannot listen where the launcher said.
@@ -45,22 +62,72 @@ def join(place: JobPlace) -> socket.socket:
     deadline = time.monotonic() + JOIN_DEADLINE_S
     found = _Agent(place) if place.agents_store else None
     if place.rank == 0:
-        own = _host(place, found)
+        own = _host(place, found, port)
         if found is not None:
             found.publish(own)
     while True:
-        address = own if place.rank == 0 else (place.host, place.port) if found is None else found.published()
+        address = own if place.rank == 0 else (place.host, port or place.port) if found is None else found.published()
+        connection = _connect(address, deadline)  # what torchrun's store says may be of an earlier start
+        if connection is not None:
+            told = place.told
+            connection.sendall(to_line({"start": place.start, "rank": place.rank, "node": node, "told": told}))
+            return connection
+
+
+def await_place(address: Address, node: str, local: int) -> tuple[socket.socket, Told] | None:
+    """Wait, as a standby, for the place of a lost rank; returns the connection of its supervisor and what the launcher
+    told that rank, or None once the job has finished. Blocks for as long as the job runs, and while it is restarted.
+
+    Args:
+        address: where rank 0 listens. node: what this process is lost together with.
+        local: its place among the standbys of the node, which take lost ranks in this order.
+
+    Raises:
+        DeadlineExceeded: rank 0 was not there for `JOIN_DEADLINE_S`.
+    """
+    while True:
+        deadline = time.monotonic() + JOIN_DEADLINE_S
+        while (connection := _connect(address, deadline)) is None:
+            pass
         try:
-            connection = socket.create_connection(address, timeout=CONNECT_S)
-        except OSError as error:  # rank 0 still imports, or what torchrun's store says is of an earlier start
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {address[0]}:{address[1]}") from error
-            time.sleep(RETRY_S)
-            continue
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(to_line({"start": place.start, "rank": place.rank}))
-        return connection
+            connection.sendall(to_line({"standby": node, "local": local}))
+            with connection.makefile("rb", buffering=0) as lines:  # what follows a place is left to the supervisor
+                for line in lines:
+                    [message], _ = parse_lines(line)
+                    if "place" in message:
+                        return connection, message["place"]
+                    if "end" in message:
+                        return None
+        except OSError:
+            pass  # as at the end of the stream, the launcher may start the job again
+        connection.close()
+
+
+def _connect(address: Address, deadline: float) -> socket.socket | None:
+    """A connection to rank 0's supervisor, or None after a pause. Raises `DeadlineExceeded` after `deadline`."""
+    try:
+        connection = socket.create_connection(address, timeout=CONNECT_S)
+    except OSError as error:  # rank 0 still imports
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {address[0]}:{address[1]}") from error
+        time.sleep(RETRY_S)
+        return None
+    connection.settimeout(None)
+    _watch(connection)
+    return connection
+
+
+def _watch(connection: socket.socket) -> None:
+    """Send at once, and close the connection if the other host answers nothing for `SILENT_S`."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, SILENT_S // 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, SILENT_S // 2),
+        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class _Agent:
@@ -82,22 +149,22 @@ class _Agent:
             with socket.create_connection((master, self._place.port)) as connection:
                 return str(connection.getsockname()[0])
 
-    def publish(self, address: tuple[str, int]) -> None:
+    def publish(self, address: Address) -> None:
         self._store.set(self._key, f"{address[1]} {address[0]}")
 
-    def published(self) -> tuple[str, int]:
+    def published(self) -> Address:
         port, _, host = self._store.get(self._key).decode().partition(" ")
         return host, int(port)
 
 
-def _host(place: JobPlace, agent: _Agent | None) -> tuple[str, int]:
+def _host(place: JobPlace, agent: _Agent | None, port: int) -> Address:
     """Listen, and fork the process that serves. Returns its address."""
     if not place.host:
         listening = socket.create_server(("127.0.0.1", 0))
     else:  # without an agent's store this port is rank 0's
         both = socket.has_dualstack_ipv6()
         listening = socket.create_server(
-            ("", 0 if agent else place.port),
+            ("", port or (0 if agent else place.port)),
             family=socket.AF_INET6 if both else socket.AF_INET,
             dualstack_ipv6=both,
             backlog=min(place.world, 4096),
@@ -124,10 +191,14 @@ def _host(place: JobPlace, agent: _Agent | None) -> tuple[str, int]:
 
 @dataclass(slots=True)
 class _Caller:
-    """A connection; of a supervisor once it has said its rank."""
+    """A connection; of a supervisor once it has a rank, and of a standby if it has a node and none."""
 
     socket: socket.socket
     rank: int | None = None
+    node: str = ""
+    told: Told = field(default_factory=dict)
+    local: int = 0
+    leaves: bool = False
     buffer: bytes = b""
 
 
@@ -139,6 +210,7 @@ class _Rendezvous:
         self._ranks = range(place.world)
         self._attempts = Attempts(place.world, place.limit)
         self._members: dict[int, _Caller] = {}
+        self._standbys: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
         self._begin()
 
@@ -158,7 +230,7 @@ class _Rendezvous:
             for key, _ in self._selector.select():
                 if key.data is None:
                     accepted, _ = self._listening.accept()
-                    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    _watch(accepted)
                     self._selector.register(accepted, selectors.EVENT_READ, _Caller(accepted))
                 else:
                     self._hear(key.data)
@@ -172,21 +244,58 @@ class _Rendezvous:
         except (OSError, ProtocolError):
             data = b""
         if not data:
-            self._selector.unregister(caller.socket)
-            caller.socket.close()
-            if caller.rank is not None:
-                del self._members[caller.rank]
+            self._lose(caller)
+
+    def _lose(self, caller: _Caller) -> None:
+        """A connection is over."""
+        self._part(caller)
+        if caller.rank is not None:
+            if caller.leaves or not self._replace(caller.rank, caller.node, caller.told):
                 self._attempts.left()
-                self._tell_of_end()
+            self._tell_of_end()
+
+    def _part(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.socket)
+        caller.socket.close()
+        if caller.rank is not None:
+            del self._members[caller.rank]
+        elif caller in self._standbys:
+            self._standbys.remove(caller)
+
+    def _replace(self, lost: int, node: str, told: Told) -> bool:
+        """Give the places of a lost node, one of whose ranks is `lost`, to a standby node that has a process for each,
+        and begin an attempt. Returns whether there is one."""
+        others = {rank: member for rank, member in self._members.items() if member.node == node}
+        places = {lost: told} | {rank: other.told for rank, other in others.items()}
+        new = heir((standby.node for standby in self._standbys), len(places))
+        if new is None or not self._attempts.lost(self._attempts.number):
+            return False
+        for other in others.values():
+            self._part(other)  # it is lost with the node, though that may not be seen yet
+        taken = sorted((standby for standby in self._standbys if standby.node == new), key=attrgetter("local"))
+        for rank, standby in zip(sorted(places), taken, strict=True):
+            self._standbys.remove(standby)
+            self._members[rank] = standby
+            standby.rank, standby.told = rank, places[rank]
+            self._send([standby], to_line({"place": places[rank]}))
+        log.warning("node %s is lost, and standby %s takes its place", node, new)
+        self._begin()
+        self._send(self._members.values(), self._attempt.to_line())
+        return True
 
     def _take(self, caller: _Caller, message: dict[str, Any]) -> None:
-        if caller.rank is None:
+        if caller.rank is None and "standby" in message:
+            caller.node, caller.local = message["standby"], message["local"]
+            self._standbys.append(caller)
+        elif caller.rank is None:
             rank: Any = message.get("rank")
             if message.get("start") != self._start or rank not in self._ranks or rank in self._members:
                 raise ProtocolError("no supervisor of this start")
-            caller.rank = rank
+            caller.rank, caller.node, caller.told = rank, message["node"], message["told"]
             self._members[rank] = caller
             self._send([caller], self._attempt.to_line())
+        elif "leaves" in message:
+            caller.leaves = True
         elif "lost" in message:
             if self._attempts.lost(message["lost"]):
                 self._begin()
@@ -197,7 +306,7 @@ class _Rendezvous:
 
     def _tell_of_end(self) -> None:
         if self._attempts.has_ended:
-            self._send(self._members.values(), to_line({"end": True}))
+            self._send([*self._members.values(), *self._standbys], to_line({"end": True}))
         elif self._attempts.is_over:
             self._send(self._members.values(), to_line({"over": True}))
 

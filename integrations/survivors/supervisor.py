@@ -113,8 +113,17 @@ class Supervisor:
             for key, _ in self._selector.select(None if due is None else max(0.0, due - time.monotonic())):
                 key.data()
                 if (code := self._result()) is not None:
+                    self._say_that_it_leaves()
                     return code
             self._hurry()
+
+    def _say_that_it_leaves(self) -> None:
+        """Else the node would count as lost, and a standby would take its place while the launcher starts anew."""
+        if self._connection is not None:
+            try:
+                self._connection.sendall(to_line({"leaves": True}))
+            except OSError:
+                pass  # rank 0's is gone, too
 
     def _hurry(self) -> None:
         """Kill a trainer that has not left an attempt that is over."""

@@ -78,6 +78,20 @@ def parse_spares(text: str) -> tuple[Address, ...]:
     return tuple(found)
 
 
+def parse_standby(text: str) -> Address | None:
+    """The port at which standbys are awaited, with an empty host, or where a standby waits; an empty text gives None.
+
+    Raises:
+        ConfigError: the text is none of these.
+    """
+    if not text:
+        return None
+    host, colon, port = text.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) <= MAX_PORT or bool(host) != bool(colon):
+        raise ConfigError(f"{text!r}: give a port from 1 to {MAX_PORT}, or on a standby node HOST:PORT of rank 0")
+    return host, int(port)
+
+
 def parse_http(text: str) -> Address | None:
     """Where to serve the page: a port of loopback, or an address and a port. ``auto`` gives port 0, ``off`` gives None.
 

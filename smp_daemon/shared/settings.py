@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from holdfast.smp_daemon.shared.addresses import parse_hosts, parse_http, parse_spares
+from holdfast.smp_daemon.shared.addresses import parse_hosts, parse_http, parse_spares, parse_standby
 from holdfast.smp_daemon.shared.deadlines import parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_GENERATIONS, MAX_LINKS
@@ -333,6 +333,16 @@ LEAVE_ON = Setting(
     "Signals that announce to a trainer that its node is to be taken away: the job ends as with `holdfast drain`.",
     shown="none",
     page="running.md#taking-a-node-away",
+)
+STANDBY = Setting(
+    TRAINERS,
+    "HOLDFAST_STANDBY",
+    ValueKind("PORT|HOST:PORT", parse_standby),
+    "",
+    "For `survive`: on a standby node, rank 0's host and the port at which it waits for the place of a lost node; on "
+    "nodes of the job, that port.",
+    shown="no standby",
+    page="restarts.md#a-standby-for-a-lost-node",
 )
 RUN = Setting(
     TRAINERS,

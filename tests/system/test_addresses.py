@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from holdfast.smp_daemon.coding.regroup import plan_regroup
 from holdfast.smp_daemon.service import Smp, check_own
-from holdfast.smp_daemon.shared.addresses import parse_hosts
+from holdfast.smp_daemon.shared.addresses import parse_hosts, parse_standby
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.messages import AskShard
@@ -124,3 +125,11 @@ def test_a_spare_of_several_cards_is_taken_in_with_all_of_them() -> None:
     regrouping = plan_regroup([*everything(layout_of(3, 2, 1), but=("node2",)), spare])
     assert regrouping is not None
     assert regrouping.layout.node("spare").bulk_addresses == (("10.0.0.9", 2), *more)
+
+
+def test_a_standby_has_a_host_and_the_job_a_port() -> None:
+    assert parse_standby("") is None
+    assert parse_standby("29700") == ("", 29700) and parse_standby("node0:29700") == ("node0", 29700)
+    for bad in ("node0", ":29700", "node0:", "0", "node0:70000", "node0:x"):
+        with pytest.raises(ConfigError, match=re.escape(repr(bad))):
+            parse_standby(bad)

@@ -8,11 +8,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={W
 class Survival:
     """One run of `tests/survivors.py`, under a launcher if `launch` has one."""
 
-    def __init__(self, base: Path, *kills: Kill, launch: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, base: Path, *kills: Kill, launch: tuple[str, ...] = (), told: Mapping[str, str] | None = None
+    ) -> None:
         self.base = base
-        self.world = WORLD if launch else 1
+        self.world = WORLD if launch or told else 1
+        quiet = {"HOLDFAST_JOB": "survivors", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, *launch, str(SCRIPT), str(base), json.dumps(kills)],
-            env={**os.environ, "HOLDFAST_JOB": "survivors", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **quiet, **(told or {})},
             stdout=subprocess.PIPE,
             stderr=(base / "log").open("ab"),
             text=True,
@@ -89,7 +93,7 @@ def base() -> Iterator[Path]:
                 process.kill()
         except psutil.NoSuchProcess:
             continue
-    for owner in filter(None, (read_owner(base / f"node{rank}" / "survivors") for rank in range(WORLD))):
+    for owner in filter(None, (read_owner(node / "survivors") for node in base.glob("node*"))):
         if psutil.pid_exists(owner.pid):
             smp = psutil.Process(owner.pid)
             smp.kill()
@@ -177,6 +181,63 @@ def test_a_survivor_that_hangs_is_replaced_too(base: Path) -> None:
     processes = [pids(events) for events in run.events]
     assert processes[2][0] == hanging
     assert [len(each) for each in processes] == [1, 2, 2]
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def standby(base: Path, port: str, *kills: Kill, local: int = 0) -> Survival:
+    told = {"HOLDFAST_STANDBY": f"127.0.0.1:{port}", "HOLDFAST_NODE": "node9", "LOCAL_RANK": str(local)}
+    return Survival(base, *kills, told=told)
+
+
+def ranks(base: Path, port: str, *kills: Kill, nodes: Sequence[int] = range(WORLD)) -> list[Survival]:
+    """A process for each rank, which no launcher starts again. `nodes`: the node of each rank."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(nodes))}
+    each = [job | {"RANK": str(rank), "HOLDFAST_NODE": f"node{node}"} for rank, node in enumerate(nodes)]
+    return [Survival(base, *kills, told=told) for told in each]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.proves("standby")
+def test_a_standby_takes_the_place_of_a_lost_node_and_the_others_keep_their_processes(base: Path, port: str) -> None:
+    kills = [(0, 1, "lost", 5), (1, 0, "middle", 7)]
+    waiting, [first, lost, last] = standby(base, port, *kills), ranks(base, port, *kills)
+    assert lost.end() == -signal.SIGKILL
+    for run in (first, last, waiting):
+        check(run)
+    assert [len(pids(events)) for events in waiting.events] == [2, 2, 1]
+    entered = [event for event in waiting.events[1] if event["kind"] == "entered"]
+    assert [event["step"] for event in entered][1:] == [5, 7]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_standby_takes_the_places_of_all_ranks_of_a_node(base: Path, port: str) -> None:
+    """Another rank of that node still runs when it counts as lost, and ends like one whose peers are gone."""
+    kills = [(0, 1, "lost", 5)]
+    waiting = [standby(base, port, *kills, local=local) for local in range(2)]
+    job = ranks(base, port, *kills, nodes=[0, 1, 1])
+    assert job[1].end() == -signal.SIGKILL and job[2].end() == 1
+    for run in (job[0], *waiting):
+        check(run)
+    replaced = [pids(events)[-1] for events in job[0].events[1:]]
+    assert [psutil.pid_exists(pid) for pid in replaced] == [False, False] and len(set(replaced)) == 2
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_standby_waits_while_the_launcher_starts_the_job_again_and_ends_with_it(base: Path, port: str) -> None:
+    waiting = standby(base, port)
+    assert [run.end() for run in ranks(base, port, (0, 1, "exit", 5))] == [1, 7, 1]
+    assert waiting.process.poll() is None
+    assert not any(run.end() for run in ranks(base, port))
+    assert waiting.end() == 0, waiting.log
+    assert not (base / "node9").exists()
 
 
 @pytest.mark.cluster

@@ -11,6 +11,7 @@ from holdfast.integrations.survivors.attempts import (
     Attempts,
     JobAttempt,
     JobPlace,
+    heir,
     hindrance,
     parse_lines,
     to_line,
@@ -63,6 +64,12 @@ def test_the_environment_is_that_of_a_worker_that_torchrun_has_restarted() -> No
     assert environment["TORCHELASTIC_RESTART_COUNT"] == "5"
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("head", "555")
     assert "MASTER_PORT" not in JobAttempt(3, "", 0).environment({})
+
+
+def test_a_lost_node_is_replaced_by_one_with_as_many_processes() -> None:
+    waiting = ["a", "b", "b", "c", "c", "a", "a"]
+    assert heir(waiting, 2) == "b" and heir(waiting, 3) == "a"
+    assert heir(waiting, 1) is None and heir([], 1) is None
 
 
 def test_what_is_sent_is_read() -> None:
