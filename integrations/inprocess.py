@@ -23,7 +23,15 @@ from typing import NoReturn, ParamSpec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from holdfast.integrations.survivors.attempts import PLACE, JobAttempt, JobPlace, hindrance, parse_lines, to_line
+from holdfast.integrations.survivors.attempts import (
+    PLACE,
+    JobAttempt,
+    JobPlace,
+    hindrance,
+    parse_lines,
+    read_too_early,
+    to_line,
+)
 from holdfast.integrations.survivors.rendezvous import await_place, join
 from holdfast.integrations.survivors.supervisor import Supervisor, leave
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -66,7 +74,10 @@ def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoR
     the main thread, before CUDA is initialised and before threads are started. Where survivors cannot be kept, it says
     why and calls `main` in this process.
 
+    With ``HOLDFAST_STANDBY=HOST:PORT`` this process is a standby, and waits for the place of a lost rank first.
+
     Raises:
+        ConfigError: this process cannot be a standby.
         DeadlineExceeded: rank 0 did not come within ten minutes.
         OSError: rank 0 cannot listen at the port that the launcher chose.
     """
@@ -77,6 +88,11 @@ def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoR
     killed = "an audit kills and starts this process itself" if orders is not None and orders.kill else ""
     standby = STANDBY.value()
     waits = standby is not None and standby[0] != ""
+    if waits and (early := read_too_early(vars(sys.modules["__main__"]))):
+        raise ConfigError(
+            f"a standby has no rank before it takes a place, and {', '.join(early)} was set before `survive`: set it "
+            "in the function that `survive` calls"
+        )
     if reason := killed or hindrance({} if waits else os.environ, threads, _uses_cuda()):
         if waits:
             raise ConfigError(f"this process cannot be a standby: {reason}")

@@ -144,6 +144,7 @@ class Script:
                 self.reach("top", step)
                 loss = self.loss(model)
                 snap.drain(60)
+                dist.barrier()  # or a rank would wait for what a node that is lost has not yet said
                 self.reach("middle", step)
                 torch.autograd.backward(loss)
                 self.optim.step()

@@ -7,6 +7,7 @@ launcher. Each has a store of its own for `torch.distributed`, in which there is
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -129,6 +130,20 @@ def hindrance(environment: Mapping[str, str], threads: list[str], uses_cuda: boo
     if threads:
         return f"threads run already ({', '.join(threads)}): start them in the function"
     return ""
+
+
+def read_too_early(variables: Mapping[str, object]) -> list[str]:
+    """The names of a script's variables that seem to hold what the launcher told a standby before it has a place.
+
+    Args:
+        variables: of the script's module, as it calls `survive`.
+    """
+    held = dict(variables)
+    for name, value in variables.items():
+        if isinstance(value, Namespace):
+            held |= {f"{name}.{attribute}": each for attribute, each in vars(value).items()}
+    ints = (name for name, value in held.items() if type(value) is int)
+    return [name for name in ints if any(word in name.lower() for word in ("rank", "world"))]
 
 
 def _attempts_left(environment: Mapping[str, str]) -> int:

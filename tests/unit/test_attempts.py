@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from holdfast.integrations.survivors.attempts import (
     heir,
     hindrance,
     parse_lines,
+    read_too_early,
     to_line,
 )
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -70,6 +72,11 @@ def test_a_lost_node_is_replaced_by_one_with_as_many_processes() -> None:
     waiting = ["a", "b", "b", "c", "c", "a", "a"]
     assert heir(waiting, 2) == "b" and heir(waiting, 3) == "a"
     assert heir(waiting, 1) is None and heir([], 1) is None
+
+
+def test_what_a_script_reads_before_a_standby_has_a_rank() -> None:
+    script = {"RANK": 0, "lr": 3, "rank_name": "a", "is_rank0": True, "args": Namespace(local_rank=1, steps=2)}
+    assert read_too_early(script) == ["RANK", "args.local_rank"]
 
 
 def test_what_is_sent_is_read() -> None:
