@@ -31,10 +31,10 @@ log = get_log(__name__)
 
 
 def uses_cuda() -> bool:
-    """Whether this process has anything on a CUDA device. Always false for a torch built without CUDA, even if
-    something stands in for CUDA, as when Megatron trains on CPUs."""
-    built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    return built and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    """Whether this process has anything on a CUDA device. Always false where there is none, whatever torch was built
+    for, even if something stands in for CUDA, as when Megatron trains on CPUs."""
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_available()
 
 
 class DeviceEvent(Protocol):

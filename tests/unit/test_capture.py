@@ -746,3 +746,13 @@ def test_an_average_of_the_weights_comes_back_as_it_was_after_the_step() -> None
     with InMemorySnapshot([model, average], optim) as snap:
         assert snap.step == 6
         assert all(map(torch.equal, [*values(model, optim), *average.parameters()], kept))
+
+
+def test_what_stands_in_for_cuda_where_there_is_no_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the demo on a machine without a GPU, with a torch that was built for one."""
+    monkeypatch.setattr(torch._C, "_has_cuda", True)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert torch.cuda.is_initialized()
+    assert "cuda" not in rng.capture()

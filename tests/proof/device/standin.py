@@ -183,7 +183,6 @@ class EmulatedCuda:
                     super().run()
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(torch.backends.cuda, "is_built", lambda: True))
             for name, replacement in self._functions().items():
                 stack.enter_context(patch.object(torch.cuda, name, replacement))
             if self.driver is None:
