@@ -84,6 +84,7 @@ def await_place(address: Address, node: str, local: int) -> tuple[socket.socket,
 
     Raises:
         DeadlineExceeded: rank 0 was not there for `JOIN_DEADLINE_S`.
+        ProtocolError: something else listens there.
     """
     while True:
         deadline = time.monotonic() + JOIN_DEADLINE_S
@@ -92,12 +93,12 @@ def await_place(address: Address, node: str, local: int) -> tuple[socket.socket,
         try:
             connection.sendall(to_line({"standby": node, "local": local}))
             with connection.makefile("rb", buffering=0) as lines:  # what follows a place is left to the supervisor
-                for line in lines:
-                    [message], _ = parse_lines(line)
-                    if "place" in message:
-                        return connection, message["place"]
-                    if "end" in message:
-                        return None
+                while line := lines.readline(4096):
+                    for message in parse_lines(line)[0]:
+                        if "place" in message:
+                            return connection, message["place"]
+                        if "end" in message:
+                            return None
         except OSError:
             pass  # as at the end of the stream, the launcher may start the job again
         connection.close()
@@ -175,18 +176,18 @@ def _host(place: JobPlace, agent: _Agent | None, port: int) -> Address:
     if os.fork():
         listening.close()
         return own
-    status = 1
     try:
         die_with(parent)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # sent to the whole group; it ends with the supervisor
-        _Rendezvous(listening, host, place).run()
-        status = 0
+        rendezvous = Rendezvous(listening, host, place)
+        while True:  # until rank 0's supervisor ends, and this process with it
+            rendezvous.serve()
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(1)
 
 
 @dataclass(slots=True)
@@ -202,8 +203,8 @@ class _Caller:
     buffer: bytes = b""
 
 
-class _Rendezvous:
-    """The loop of the process that serves. One thread, besides the store's."""
+class Rendezvous:
+    """What the process that serves does. One thread, besides the store's."""
 
     def __init__(self, listening: socket.socket, host: str, place: JobPlace) -> None:
         self._listening, self._host, self._start = listening, host, place.start
@@ -212,6 +213,7 @@ class _Rendezvous:
         self._members: dict[int, _Caller] = {}
         self._standbys: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
         self._begin()
 
     def _begin(self) -> None:
@@ -223,17 +225,15 @@ class _Rendezvous:
             port = self._store.port
         self._attempt = JobAttempt(self._attempts.number, self._host, port)
 
-    def run(self) -> None:
-        """Serve until every supervisor has left. Rank 0's, which started this process, does so last or ends it."""
-        self._selector.register(self._listening, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    accepted, _ = self._listening.accept()
-                    _watch(accepted)
-                    self._selector.register(accepted, selectors.EVENT_READ, _Caller(accepted))
-                else:
-                    self._hear(key.data)
+    def serve(self) -> None:
+        """Answer all who have said something; blocks until somebody does."""
+        for key, _ in self._selector.select():
+            if key.data is None:
+                accepted, _ = self._listening.accept()
+                _watch(accepted)
+                self._selector.register(accepted, selectors.EVENT_READ, _Caller(accepted))
+            elif key.data.socket.fileno() >= 0:  # else one before it in this list took its connection along
+                self._hear(key.data)
 
     def _hear(self, caller: _Caller) -> None:
         try:
@@ -285,13 +285,16 @@ class _Rendezvous:
 
     def _take(self, caller: _Caller, message: dict[str, Any]) -> None:
         if caller.rank is None and "standby" in message:
-            caller.node, caller.local = message["standby"], message["local"]
+            local: Any = message.get("local")
+            if not isinstance(local, int):
+                raise ProtocolError("no standby of ours")
+            caller.node, caller.local = str(message["standby"]), local
             self._standbys.append(caller)
         elif caller.rank is None:
             rank: Any = message.get("rank")
             if message.get("start") != self._start or rank not in self._ranks or rank in self._members:
                 raise ProtocolError("no supervisor of this start")
-            caller.rank, caller.node, caller.told = rank, message["node"], message["told"]
+            caller.rank, caller.node, caller.told = rank, str(message.get("node")), message.get("told", {})
             self._members[rank] = caller
             self._send([caller], self._attempt.to_line())
         elif "leaves" in message:
