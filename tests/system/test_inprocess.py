@@ -202,7 +202,6 @@ def ranks(base: Path, port: str, *kills: Kill, nodes: Sequence[int] = range(WORL
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
 @pytest.mark.proves("standby")
 def test_a_standby_takes_the_place_of_a_lost_node_and_the_others_keep_their_processes(base: Path, port: str) -> None:
     kills = [(0, 1, "lost", 5), (1, 0, "middle", 7)]
