@@ -299,7 +299,10 @@ def test_a_thread_copies_a_unit_right_after_its_digest_and_then_takes_the_next(m
         assert breaks < -(-len(order) // 2), "units of a group are contiguous"
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(1, 1, 1), (2, 8, 2), (20, 1, 10), (64, 8, FEW_THREADS)])
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"),
+    [(1, 1, 1), (2, 8, 2), (64, 16, FEW_THREADS), (64, 8, 7), (20, 1, 10)],  # 8 and 16 in the last two, for 20 units
+)
 def test_as_many_threads_work_at_once_as_a_rank_has_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
