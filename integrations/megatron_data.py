@@ -11,7 +11,6 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -99,8 +98,8 @@ class Loaders:
         elif not trains and getattr(self._args, "full_validation", False):
             loader = Passes(loader)
             self._add(name, loader)
-        elif kind == "cyclic" and self._held is not None:
-            loader = PassGoesOn(loader, is_under_way(loader))
+        elif kind == "cyclic" and self._held is not None and is_under_way(loader):
+            make_first_iterator_quiet(loader)
         return loader
 
     def _add(self, name: str, place: Passes | Hooked) -> None:
@@ -121,34 +120,6 @@ class Loaders:
 
     def _ranks(self) -> int | None:
         return getattr(self._args, "data_parallel_size", None)
-
-
-class PassGoesOn:
-    """A loader whose first pass in this process continues a pass that had begun before, if any.
-
-    Making its iterator, and reading again what was read before, must not advance the random generators.
-    """
-
-    def __init__(self, loader: Any, begun: bool, skip: int = 0) -> None:
-        """
-        Args:
-            begun: whether the run before had already made the next iterator when it took its snapshot.
-            skip: number of batches that this iterator had returned.
-        """
-        self._loader = loader
-        self._begun = begun
-        self._skip = skip
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        begun, self._begun = self._begun, False
-        with rng.undrawn() if begun else nullcontext():
-            iterator: Iterator[Any] = iter(self._loader)
-            for _ in islice(iterator, self._skip if begun else 0):
-                pass
-        return iterator
 
 
 class Passes:
@@ -181,10 +152,12 @@ class Passes:
         sampler = self._loader.batch_sampler
         if hasattr(sampler, "last_batch_size"):  # it shuffles each pass by this counter
             sampler.consumed_samples += held * sampler.micro_batch_times_data_parallel_size
-            self._loader = PassGoesOn(self._loader, is_under_way(self._loader))
+            into, begun = 0, is_under_way(self._loader)
         else:
             into = held % len(self._loader)
-            self._loader = PassGoesOn(self._loader, bool(into) or (self._loader.persistent_workers and held > 0), into)
+            begun = bool(into) or (self._loader.persistent_workers and held > 0)
+        if begun:
+            make_first_iterator_quiet(self._loader, into)
 
 
 def is_under_way(loader: Any) -> bool:
@@ -219,18 +192,24 @@ class Hooked:
             make_first_iterator_quiet(self._owner)
 
 
-def make_first_iterator_quiet(loader: Any) -> None:
+def make_first_iterator_quiet(loader: Any, skip: int = 0) -> None:
     """Have the loader's first iterator made without advancing the random generators.
 
     The run before made it, and drew its workers' seed, before the snapshot. Here it is made when the first batch is
     read, when the generators are already those of the snapshot.
+
+    Args:
+        skip: number of batches that the iterator had returned: they are read again.
     """
     make = loader._get_iterator
 
     def quietly() -> Any:
         del loader._get_iterator
         with rng.undrawn():
-            return make()
+            iterator = make()
+            for _ in islice(iterator, skip):
+                pass
+        return iterator
 
     loader._get_iterator = quietly
 

@@ -131,7 +131,7 @@ def test_a_pass_that_is_shuffled_anew_each_time_goes_on_in_its_order() -> None:
     again.set(first.get())
     assert next(iter(again))[0, 0].floor() == 0
     assert again.get() == 6
-    assert again._loader._loader.batch_sampler.consumed_samples == 6 * loop.BATCH  # the generator is one batch ahead
+    assert again._loader.batch_sampler.consumed_samples == 6 * loop.BATCH  # the generator is one batch ahead
 
 
 class Pair(NamedTuple):
