@@ -56,13 +56,11 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
     for loader in accelerator._dataloaders:
         with_generator(loader)
     more: dict[str, Any] = {f"custom{i}": each for i, each in enumerate(accelerator._custom_objects)}
-    if accelerator.scaler is not None:
-        more["scaler"] = accelerator.scaler
     snap = InMemorySnapshot(
         accelerator._models,
         [each.optimizer for each in accelerator._optimizers],
         scheduler=accelerator._schedulers,
-        extra=more | (extra or {}),
+        extra=more | {"scaler": accelerator.scaler} | (extra or {}),
         **options,
     )
     snap.track(NAME, get=lambda: _counters(accelerator), set=lambda held: _count_on(accelerator, held))

@@ -90,10 +90,6 @@ class Overlooked:
             )
 
     def _samples(self) -> Iterator[tuple[str, bytes]]:
-        found = ((name, tensor) for name, tensor in self._found() if is_dense(local(tensor)))
-        return ((name, elements_of(tensor, SAMPLED)) for name, tensor in found)
-
-    def _found(self) -> Iterator[tuple[str, torch.Tensor]]:
         snap = self._snap()
         if snap is None:
             return
@@ -103,8 +99,8 @@ class Overlooked:
             captured = self._own[name].names() if name in self._own else ()
             for place in vars(callback).keys() - captured:
                 for each, tensor in _inside(f"{name}.{place}", vars(callback)[place]):
-                    if memory_of(tensor) not in asked:
-                        yield each, tensor
+                    if memory_of(tensor) not in asked and is_dense(local(tensor)):
+                        yield each, elements_of(tensor, SAMPLED)
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:

@@ -132,8 +132,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
+        extra = {"scaler": getattr(trainer.accelerator, "scaler", None), **self._options.get("extra", {})}
         snap = SettledSnapshot(
             trainer.model_wrapped,
             _innermost(trainer.optimizer),

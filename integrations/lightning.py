@@ -85,8 +85,7 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
                     f"{type(callback).__qualname__} replaces schedules and changes the trainer as epochs begin, which "
                     "cannot be put back in the middle of one: average by WeightAveraging or EMAWeightAveraging instead"
                 )
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        extra = {**({"scaler": scaler} if scaler is not None else {}), **self._options.get("extra", {})}
+        extra = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._options.get("extra", {})}
         snap = SettledSnapshot(trainer.strategy.model, trainer.optimizers, **{**self._options, "extra": extra})
         fit = _Fit(trainer, snap)
         snap.track(NAME, get=fit.get, set=fit.set)
