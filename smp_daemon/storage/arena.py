@@ -413,6 +413,14 @@ class Arena:
         yield from self.shards.values()
         yield from self.parities.values()
 
+    def look(self, pool: SlotPool) -> None:
+        """Note which slots of a shard its trainer has taken, and give up those whose files are gone. `reserve` and
+        `plan_missing` make others."""
+        pool.look()
+        for slot in pool.lost():
+            self.directory.note_lost(pool.path(slot), "somebody has deleted or replaced it")
+            pool.remove(slot)
+
     def reserve(self, wanted: dict[SlotPool, tuple[int, int]]) -> None:
         """Give each pool `count` slots of `length` bytes; ``wanted[pool] = (length, count)``.
 

@@ -95,13 +95,14 @@ class Holdings:
         self._episodes = Episodes(log)
 
     def look(self) -> None:
-        """Forget the shards whose slots their trainers have taken."""
+        """Forget the shards whose slots their trainers have taken, and those whose files are gone."""
         with self._lock:
-            for coord, pool in self.arena.shards.items():
-                self._look(coord, pool)
+            for coord in self.arena.shards:
+                self._look(coord)
 
-    def _look(self, coord: str, pool: SlotPool) -> None:
-        pool.look()
+    def _look(self, coord: str) -> None:
+        pool = self.arena.shard_pool(coord)
+        self.arena.look(pool)
         there = {slot.snapshot for slot in pool.slots if slot.state is SlotState.SEALED}
         for key in [key for key in self._records if isinstance(key, ShardKey) and key.coord == coord]:
             if key.snapshot not in there:
@@ -121,7 +122,7 @@ class Holdings:
 
     def _look_at(self, key: Key) -> None:
         if isinstance(key, ShardKey) and key in self._records:
-            self._look(key.coord, self.arena.shard_pool(key.coord))
+            self._look(key.coord)
 
     @overload
     def open(self, key: ShardKey) -> tuple[memoryview, ShardRecord]: ...

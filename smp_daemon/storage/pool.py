@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from holdfast.smp_daemon.shared import owners
 from holdfast.smp_daemon.shared.budget import Budget, wipe
@@ -103,6 +104,13 @@ class Slot:
         self.state, self.unwiped = SlotState.WRITING, 0
 
 
+class _Mapped(NamedTuple):
+    """A slot file that is mapped."""
+
+    inode: int
+    memory: mmap.mmap
+
+
 class SlotPool:
     """The slots of one shard, or of a node's parity, and their files on tmpfs. Slots of other lengths may remain while
     their snapshots are kept. Not thread-safe: the owner holds a lock.
@@ -143,7 +151,7 @@ class SlotPool:
         self._files = files
         self.arena = arena
         self.suffix = suffix
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, _Mapped] = {}
 
     # ------------------------------------------------------------------ what they hold
 
@@ -213,11 +221,23 @@ class SlotPool:
         return self.arena / record_name(self.path(slot).name)
 
     def view(self, slot: Slot) -> memoryview:
-        """The slot's bytes, mapped. Touches none of them, so it takes no longer for a large slot."""
+        """The slot's bytes, mapped. Touches none of them, so it takes no longer for a large slot.
+
+        Trainers find a slot by its name. So if somebody has given the name to another file, that one is mapped from
+        then on, and what does not match its digests is damaged.
+        """
         mapped = self._maps.get(slot.index)
-        if mapped is None:
+        if mapped is None or self._inode(slot) not in (None, mapped.inode):
             mapped = self._maps[slot.index] = _map(self.path(slot), slot.bytes, self._files)
-        return memoryview(mapped)
+        return memoryview(mapped.memory)
+
+    def _inode(self, slot: Slot) -> int | None:
+        """That of the file that has the slot's name, None if that cannot be the slot's file."""
+        try:
+            status = self.path(slot).lstat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino if stat.S_ISREG(status.st_mode) and status.st_size == slot.bytes else None
 
     def create(self, length: int) -> Slot:
         """A new slot whose file has all its memory allocated now, so that later writes cannot fail with SIGBUS.
@@ -282,7 +302,7 @@ class SlotPool:
     def made(self, slot: Slot, memory: SlotMemory) -> None:
         """Free a slot whose memory is all reserved, and give its file the slot's name."""
         self.part_path(slot).replace(self.path(slot))
-        self._maps[slot.index] = memory.mapped
+        self._maps[slot.index] = _Mapped(memory.inode, memory.mapped)
         memory.is_kept = True
         slot.free()
         failpoint("slot.made")
@@ -341,7 +361,8 @@ class SlotPool:
 
     def is_at(self, slot: Slot, view: memoryview) -> bool:
         """Whether `view` is still the slot's memory; False once somebody has taken the slot away."""
-        return slot in self.slots and self._maps.get(slot.index) is view.obj
+        mapped = self._maps.get(slot.index)
+        return slot in self.slots and mapped is not None and mapped.memory is view.obj
 
     def remove(self, slot: Slot) -> bool:
         """Delete the slot and its file. Returns False if its trainer has just taken it."""
@@ -374,7 +395,9 @@ class SlotPool:
 
     def _forget(self, slot: Slot) -> None:
         """Delete the slot's file."""
-        if self._delete_later(self.path(slot), self._maps.get(slot.index), slot.unwiped):
+        mapped = self._maps.get(slot.index)
+        is_gone = mapped is None and self._inode(slot) is None
+        if self._delete_later(self.path(slot), mapped and mapped.memory, slot.unwiped) or is_gone:
             slot.unwiped = 0
         while slot.unwiped:
             self._wipe_part(slot)
@@ -393,6 +416,11 @@ class SlotPool:
                 its_own = slot.state in (SlotState.FREE, SlotState.SEALED)
                 if its_own and not self._owners.has(self.path(slot).name, slot.owner):
                     slot.lose()
+
+    def lost(self) -> list[Slot]:
+        """The slots that nobody is writing and whose files somebody has deleted or replaced: no trainer finds them."""
+        its_own = (slot for slot in self.slots if slot.state in (SlotState.FREE, SlotState.SEALED))
+        return [slot for slot in its_own if self._inode(slot) is None]
 
     def hand_over(self, file: str, number: int, snapshot: SnapshotId) -> Slot:
         """Take a slot back from the trainer, which has written `snapshot` into it.
@@ -489,6 +517,7 @@ class SlotMemory:
             failpoint("slot.opened")
             files.ftruncate(self._fd, length)
             self.mapped = files.map(self._fd, length)
+            self.inode = files.fstat(self._fd).st_ino
         except BaseException:
             files.close(self._fd)
             raise
@@ -545,11 +574,11 @@ def gives_huge_pages() -> bool:
         return False
 
 
-def _map(path: Path, length: int, files: Files) -> mmap.mmap:
+def _map(path: Path, length: int, files: Files) -> _Mapped:
     fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        mapped: mmap.mmap = files.map(fd, length)
+        mapped = _Mapped(files.fstat(fd).st_ino, files.map(fd, length))
     finally:
         files.close(fd)
-    mapped.madvise(mmap.MADV_DONTDUMP)
+    mapped.memory.madvise(mmap.MADV_DONTDUMP)
     return mapped

@@ -230,6 +230,44 @@ def test_a_damaged_unit_is_mended_in_place(place: Place) -> None:
     assert (place.count("units_damaged"), place.count("units_repaired")) == (2, 2)
 
 
+def test_what_is_held_is_what_its_trainer_finds_under_the_name(place: Place) -> None:
+    """A trainer maps a slot by its name, and has it repaired where it found it."""
+    contents = {key: place.put_shard(key) for key in (SHARD, ShardKey(SECOND, "dp0"))}
+    pool = place.pool(SHARD)
+    here, there = (pool.path(slot) for slot in pool.slots)
+    swapped = here.with_name("aside")
+    for old, new in ((here, swapped), (there, here), (swapped, there)):
+        old.rename(new)
+    for (key, content), path in zip(contents.items(), (here, there), strict=True):
+        assert place.holdings.damaged_units(key) == [0, 1, 2]
+        for index in range(3):
+            place.holdings.repair(key, index, memoryview(content)[index * UNIT : (index + 1) * UNIT])
+        assert path.read_bytes() == content
+        assert place.holdings.damaged_units(key) == []
+
+
+@pytest.mark.parametrize("takes", ["deletes", "shortens", "links", "puts a directory"])
+def test_a_slot_whose_file_somebody_takes_away_is_lost_and_made_again(place: Place, takes: str) -> None:
+    other = ShardKey(SECOND, "dp0")
+    place.put_shard(SHARD), place.put_shard(other)
+    pool = place.pool(SHARD)
+    path = pool.path(pool.slots[0])
+    place.arena.reserve({pool: (LENGTHS["dp0"], 2)})
+    path.rename(aside := path.with_name("aside"))
+    if takes == "shortens":
+        path.write_bytes(bytes(3))
+    elif takes == "links":
+        path.symlink_to(aside)
+    elif takes == "puts a directory":
+        path.mkdir()
+    assert (place.holdings.holds(SHARD), place.holdings.held()) == (False, [other])
+    assert place.arena.directory.lost == {path.name}
+    place.arena.reserve({pool: (LENGTHS["dp0"], 2)})
+    assert (path.is_file(), path.is_symlink(), path.stat().st_size) == (True, False, LENGTHS["dp0"])
+    place.put_shard(SHARD)
+    assert set(place.holdings.held()) == {SHARD, other}
+
+
 def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
