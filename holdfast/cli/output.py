@@ -44,9 +44,18 @@ def console_of(parsed: argparse.Namespace, *, soft_wrap: bool = False) -> Consol
 
     Brackets are printed literally, because paths and foreign error messages contain them. Styled text is a `Text`.
     """
+    return make_console(stderr=parsed.json == "-", soft_wrap=soft_wrap)
+
+
+def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """A console that leaves a reader that has gone to `report`; Rich would end the process with status 1."""
     from rich.console import Console
 
-    return Console(stderr=parsed.json == "-", highlight=False, markup=False, soft_wrap=soft_wrap)
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # called while the BrokenPipeError is handled
+
+    return Quiet(stderr=stderr, highlight=False, markup=False, soft_wrap=soft_wrap)
 
 
 def add_json(command: argparse._ActionsContainer) -> None:

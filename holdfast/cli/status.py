@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from holdfast.cli.arguments import add_arena
-from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.cli.output import add_json, console_of, make_console, write_json
 from holdfast.cli.smp import check_readable, no_arena_message
 from holdfast.report import Report, say
 from holdfast.smp_daemon.ops.overview import Overview, look
@@ -63,7 +63,7 @@ def show_status(parsed: argparse.Namespace) -> int:
 
 def show_top(parsed: argparse.Namespace) -> NoReturn:
     """``holdfast top``."""
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     with (
         Live(Text("looking ..."), console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live
     ):

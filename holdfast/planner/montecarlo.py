@@ -14,8 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.planner.checks import positive
+from holdfast.planner.checks import positive, within
 from holdfast.planner.waste import Level
+
+COUNTABLE = 1 << 53
+"""Steps up to which floating-point numbers tell each from the next."""
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -51,6 +54,9 @@ def play(
     Args:
         periods: steps between snapshots of each level.
         anchored: whether levels count step numbers; if not, they count steps since the last recovery.
+
+    Raises:
+        ConfigError: a run has more than `COUNTABLE` steps.
     """
     positive("the time of a step", step_s, " s")
     rates = np.array([level.rate for level in levels])
@@ -59,6 +65,7 @@ def play(
         return Played(step_s / (step_s + spent), 0.0, 0)
     generator = np.random.default_rng(seed)
     horizon = failures / float(rates.sum())
+    within(f"the number of steps in which {failures} failures are expected", horizon / step_s, 0, COUNTABLE)
     costs = np.array([level.cost_s for level in levels])
     clock = _Clock(step_s, costs, np.array(periods, dtype=np.int64))
     state = _Runs(len(levels), runs, horizon)

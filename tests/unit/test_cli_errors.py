@@ -6,6 +6,9 @@ import argparse
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from holdfast.cli.output import (
 )
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import NotFound
+from tests.deadlines import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +206,14 @@ def test_brackets_are_printed_as_they_are(target: str | None, capsys: pytest.Cap
     told, silent = (err, out) if target else (out, err)
     assert silent == ""
     assert told.count(text) == 3
+
+
+def test_a_reader_that_leaves_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "holdfast.cli", "chaos", "list"]
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=DEADLINE_S)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")

@@ -14,6 +14,7 @@ from holdfast.planner.failures import DAY_S
 from holdfast.planner.montecarlo import play
 from holdfast.planner.periods import young
 from holdfast.planner.waste import Level, first_order, overhead
+from holdfast.smp_daemon.shared.errors import ConfigError
 
 LEVELS = (
     Level("process", 0.3, 1.0, 60.0, 1 / 7200),
@@ -146,3 +147,9 @@ def test_without_failures_only_snapshots_cost() -> None:
     level = Level("process", 0.5, 1.0, 1.0, 0.0)
     assert play([level], [10], 1.0, seed=1).mean == pytest.approx(10 / 10.5)
     assert overhead([level], [10.0]) == 0.05
+
+
+@pytest.mark.parametrize("rate", [1e-16, 1e-300])
+def test_failures_too_rare_to_be_played_are_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="steps in which 200 failures are expected"):
+        play([Level("all", 0.1, 1.0, 60.0, rate)], [10], 1e-6, seed=1)
