@@ -57,6 +57,7 @@ class Status:
         access: how it authenticates peers, see `smp_daemon.shared.credentials.access_of`.
         trainerless_s: how long no trainer has been connected; None: none ever was, or all have ended well.
         impaired: optional parts that do not work as requested, in words.
+        failing: why the last snapshot failed, if none is protected since, in words.
         version: version of holdfast. `protocol`: the newest protocol it speaks, see `smp_daemon.shared.versions`.
     """
 
@@ -87,6 +88,7 @@ class Status:
     next_s: float = 0.0
     reserve_bytes: int = 0
     spent: Spent = field(default_factory=Spent)
+    failing: str = ""
 
     @property
     def reserving(self) -> str:
@@ -102,7 +104,7 @@ class Status:
 
     @property
     def troubles(self) -> list[str]:
-        """Optional parts, trainers and peers that are not well, in words."""
+        """Snapshots, optional parts, trainers and peers that are not well, in words."""
         return troubles([self])
 
     def to_plain(self, known: Collection[str] = ()) -> dict[str, Any]:
@@ -122,9 +124,9 @@ class Status:
 
 
 def troubles(statuses: Sequence[Status]) -> list[str]:
-    """Optional parts, trainers and peers that are not well, in words: one line for each, even if several nodes miss the
-    same peer. Pure."""
-    bad = [f"{status.inventory.node}: {how}" for status in statuses for how in status.impaired]
+    """Snapshots, optional parts, trainers and peers that are not well, in words: one line for each, even if several
+    nodes miss the same peer. Pure."""
+    bad = [f"{each.inventory.node}: {how}" for each in statuses for how in (each.failing, *each.impaired) if how]
     bad += [str(trainer) for status in statuses for trainer in status.trainers if trainer.health != Health.ALIVE]
     seen: dict[tuple[str, Health], list[tuple[float, str]]] = {}
     for status in statuses:
@@ -186,6 +188,7 @@ def take_status(smp: Core) -> Status:
         smp.next_s,
         reserve,
         smp.spent,
+        store.outcomes.failing,
     )
 
 

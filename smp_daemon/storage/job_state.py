@@ -241,6 +241,7 @@ class Outcomes:
 
     Attributes:
         board: of the current epoch; see `enter`.
+        failing: why the last snapshot failed, in words; empty once one is protected.
     """
 
     def __init__(
@@ -255,6 +256,7 @@ class Outcomes:
         self._changed = changed
         self._state = state
         self._on_protected = on_protected
+        self.failing = ""
         self._failures = Episodes(log)
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
         self._given_up: Callable[[SnapshotId], bool] = lambda snapshot: False  # whose parity is not wanted any more
@@ -320,6 +322,7 @@ class Outcomes:
         """Post that a pending snapshot is protected, as far as this node's group is concerned."""
         with self._changed:
             self._post(snapshot, SnapshotOutcome.PROTECTED)
+            self.failing = ""
             failpoint("outcome.protected", snapshot.step)
             self._on_protected(snapshot)
             self._changed.notify_all()
@@ -331,6 +334,7 @@ class Outcomes:
             if not self.is_wanted(snapshot):
                 return
             self._post(snapshot, SnapshotOutcome.FAILED)
+            self.failing = f"{snapshot} failed: {reason}"
             failpoint("outcome.failed", snapshot.step)
             self._changed.notify_all()
         self._failures.begin("snapshots", "%s failed: %s", snapshot, reason, extra=about(snapshot, reason=reason))

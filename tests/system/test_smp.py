@@ -208,10 +208,13 @@ class TestWhatIsNotASnapshotIsRefused:
                 with pytest.raises(ArenaTooSmall):
                     trainer.seal(snapshot)
                 assert trainer.outcome(snapshot) is SnapshotOutcome.FAILED
+                trouble = look(JOB, lone.control).troubles[0]
+                assert f"{snapshot} failed" in trouble and "dp0 is not sealed" in trouble
         finally:
             resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE, before)
         for step in (5, 6, 7):
             run.protect(step)
+        assert not [trouble for trouble in look(JOB, lone.control).troubles if "failed" in trouble]
 
     def test_a_shard_that_the_layout_does_not_have_is_refused(self, lone: SmpProcess) -> None:
         run = next_run_on(lone)
