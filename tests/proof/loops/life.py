@@ -316,6 +316,10 @@ class _Warnings(logging.Handler):
 
 # ---------------------------------------------------------------------- digests
 
+NO_OPTIONS = frozenset({"params", "capturable"})
+"""Keys of a group that are left out: torch.compile adds ``capturable`` to the groups of a step that it traces, and does
+not trace a step that has hooks, unless it is torch's own."""
+
 
 def digests(kept: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Digests of all state of the objects, and of this process's random generators, by name."""
@@ -336,7 +340,8 @@ def _of(name: str, value: Any, names: dict[int, str]) -> Iterator[tuple[str, str
             if not isinstance(part, torch.Tensor):
                 yield f"{name}.{key}", _plain(part)
     elif isinstance(value, torch.optim.Optimizer):
-        yield f"{name}'s options", _plain([{k: v for k, v in g.items() if k != "params"} for g in value.param_groups])
+        groups = [{k: v for k, v in g.items() if k not in NO_OPTIONS} for g in value.param_groups]
+        yield f"{name}'s options", _plain(groups)
         for p, state in value.state.items():
             for key, part in state.items():
                 yield f"{name}'s {key} of {names.get(id(p), '?')}", _plain(part)
