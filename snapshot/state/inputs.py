@@ -52,7 +52,8 @@ def sample_inputs(engine: CopyEngine, given: Any) -> Inputs:
     Tensors that require gradients are left out: they were computed, for example by an earlier pipeline stage. Called
     by the training thread; does not wait for a GPU.
     """
-    tensors = [local(tensor).detach() for tensor in tensors_in(given) if not tensor.requires_grad]
+    untransformed = map(_untransformed, tensors_in(given))
+    tensors = [local(tensor).detach() for tensor in untransformed if not tensor.requires_grad]
     dense = [tensor for tensor in tensors if is_dense(tensor)]
     elements = engine.fetch([thinned(tensor) for tensor in dense]) if dense else list
     return Inputs(tuple(f"{t.dtype} {list(t.shape)}" for t in dense), elements)
@@ -62,3 +63,10 @@ def thinned(tensor: torch.Tensor) -> torch.Tensor:
     """A dense one-dimensional copy of about `SAMPLED` elements, spread evenly."""
     rows = tensor[thin(tensor.shape, SAMPLED)]
     return rows.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+
+
+def _untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of torch.func, such as `vmap`, have wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -1,4 +1,6 @@
-"""CUDA graphs: what a loop does while one is captured happens again at each replay, and calls no hook then.
+"""When the listener hears of what a loop does: at once, outside of torch.func's transforms, or as a CUDA graph replays.
+
+What a loop does while a CUDA graph is captured happens again at each replay, and calls no hook then.
 
 Nothing is computed during a capture, so nothing is reported then. The reports are kept with the graph, and made at each
 of its replays: those from before an optimizer changes the state, before the replay is queued; the others after it.
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.cuda_runtime import uses_cuda
@@ -79,7 +82,8 @@ class Graphs:
     def say(self, what: Say, *, after: bool = False) -> None:
         """Call `what` now; during a capture, call it at each replay instead, before it or `after`."""
         if not capturing():
-            what()
+            with temporarily_clear_interpreter_stack():  # a transform of torch.func would wrap every tensor made in it
+                what()
         elif after:
             self._tape.after.append(what)
         else:

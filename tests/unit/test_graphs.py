@@ -114,3 +114,15 @@ def test_graphs_of_which_nothing_is_known_are_spoken_of_once_nothing_else_steps(
     [record] = caplog.records
     assert f"replayed {UNHEARD} times, and no optimizer has stepped" in record.getMessage()
     listening.remove()
+
+
+def test_what_is_said_in_a_transform_of_torch_func_is_heard_outside_of_it() -> None:
+    graphs, heard = Graphs(), []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        graphs.say(lambda: heard.append(torch.ones(2).data_ptr() != 0))
+        return x.sum()
+
+    torch.func.vmap(torch.func.grad(look))(torch.ones(3, 2))
+    graphs.remove()
+    assert heard == [True]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.state.digests import elements_of
@@ -88,3 +89,16 @@ def test_what_was_looked_at_may_still_be_resized(size: int) -> None:
     CpuEngine().fetch([fetched])()
     for tensor in (digested, sampled, fetched):
         assert tensor.resize_(2 * size).shape == (2 * size,)
+
+
+def test_a_transform_of_torch_func_changes_nothing_of_a_sample() -> None:
+    found: list[str] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        with temporarily_clear_interpreter_stack():
+            found.append(digest(x))
+        return x.sum()
+
+    given = tokens().float()
+    torch.func.vmap(torch.func.grad(look))(given)
+    assert found == [digest(given)]
