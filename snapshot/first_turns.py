@@ -269,6 +269,8 @@ class FirstTurns:
             yield Event.UNEVEN, uneven
         if is_due and rehearsal.grew():
             yield Event.GREW, []
+        if (self.is_new or is_due) and (exchanged := rehearsal.exchanged()):
+            yield Event.EXCHANGED, exchanged
 
     def step_ended(self, *, is_due: bool) -> None:
         """A step of a plain loop has ended: note how everything is for the next one."""
@@ -410,6 +412,11 @@ class Rehearsal:
     def grew(self) -> bool:
         """Whether an optimizer was given parameters since `note`."""
         return self._sizes() != self._given
+
+    def exchanged(self) -> list[str]:
+        """The parameters in whose place the modules have other tensors at the moment."""
+        tables = (module.named_parameters() for module in self._adapter.modules())
+        return [name for table in tables for name, held in table if not isinstance(held, torch.nn.Parameter)]
 
     def _sizes(self) -> list[int]:
         """How many parameters each group of each optimizer has."""

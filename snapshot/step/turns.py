@@ -54,7 +54,7 @@ class Event(Enum):
 
     UNEVEN, MOVED, GREW: just before a FORWARD that begins a step, something was drawn or changed in another way than
     before the first step, or an optimizer was given parameters, so that a restart would not get there; see
-    `snapshot.first_turns.Rehearsal`.
+    `snapshot.first_turns.Rehearsal`. EXCHANGED: that FORWARD runs with other tensors in the place of parameters.
     """
 
     FORWARD = auto()
@@ -70,6 +70,7 @@ class Event(Enum):
     UNEVEN = auto()
     MOVED = auto()
     GREW = auto()
+    EXCHANGED = auto()
     DECLARE = auto()
     LAST = auto()
     LEAVE = auto()
@@ -119,6 +120,10 @@ class NotPlain(Enum):
         "an optimizer was given parameters between two steps; where that is done at the top of a turn, a restart would "
         "do it again"
     )
+    EXCHANGED = (
+        "the model ran forward with other tensors in the place of its parameters, as in torch.func.functional_call, so "
+        "that its state could not be read as the step began"
+    )
     SKIPPED = (
         "gradients were computed and zeroed again without a step of an optimizer that the hook was given. An optimizer "
         "that is made later has to be made before the block, and given in a list with the other"
@@ -145,6 +150,7 @@ PLAIN = _table(
     BETWEEN      UNEVEN       BETWEEN      UNEVEN
     BETWEEN      MOVED        BETWEEN      MOVED
     BETWEEN      GREW         BETWEEN      GREW
+    BETWEEN      EXCHANGED    BETWEEN      EXCHANGED
     BETWEEN      LEAVE        LEFT         TAKE
     BEGUN        DECLARE      BETWEEN      GIVE_UP
     BEGUN        BACKWARD     CERTAIN      CONFIRM

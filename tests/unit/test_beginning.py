@@ -416,6 +416,17 @@ def unfreezing_in(turn: int) -> Loop:
     return loop
 
 
+def with_a_functional_call(job: Job) -> None:
+    weights = dict(job.model.named_parameters())
+
+    def loss(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(job.model, given, (torch.randn(6, 4),)).square().sum()
+        return found
+
+    for name, grad in torch.func.grad(loss)({name: weight.detach() for name, weight in weights.items()}).items():
+        weights[name].grad = grad
+
+
 class Compiled(Job):
     """The hook gets the raw module, but the loop calls the compiled one."""
 
@@ -441,6 +452,7 @@ NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
     (with_a_batch_read_ahead, Simple, r"random numbers .*\(torch\)"),
     (with_a_schedule_at_the_top, Job, r"at the top of the loop .*lr"),
     (unfreezing_in(1), Unfreezing, "given parameters"),
+    (looping(with_a_functional_call), Job, r"place of its parameters.*weight"),
 ]
 
 
