@@ -57,7 +57,7 @@ NAMES = {
     *("storage.arena.Arena._delete_later", "storage.arena.Deleted.add"),
     *("storage.pool.SlotPool.discard", "storage.pool.SlotPool.plan", "storage.pool.SlotPool.made"),
     *("storage.pool.SlotPool.remove", "storage.pool.SlotPool._forget", "storage.reserver.Reserver.make"),
-    *("storage.pool.SlotPool._empty", "storage.arena.LayoutFiles.drop_older"),
+    *("storage.pool.SlotPool._empty", "storage.pool.SlotPool._inode", "storage.arena.LayoutFiles.drop_older"),
     *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
