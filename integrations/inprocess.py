@@ -86,26 +86,22 @@ def survive(main: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> NoR
     threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     orders = orders_from_environment()
     killed = "an audit kills and starts this process itself" if orders is not None and orders.kill else ""
-    standby = STANDBY.value()
-    waits = standby is not None and standby[0] != ""
-    if waits and (early := read_too_early(vars(sys.modules["__main__"]))):
+    host, port = STANDBY.value() or ("", 0)  # with a host, this process is a standby
+    if host and (early := read_too_early(vars(sys.modules["__main__"]))):
         raise ConfigError(
             f"a standby has no rank before it takes a place, and {', '.join(early)} was set before `survive`: set it "
             "in the function that `survive` calls"
         )
-    if reason := killed or hindrance({} if waits else os.environ, threads, _uses_cuda()):
-        if waits:
+    if reason := killed or hindrance({} if host else os.environ, threads, _uses_cuda()):
+        if host:
             raise ConfigError(f"this process cannot be a standby: {reason}")
         log.warning("survivors of a lost rank will not keep their processes: %s", reason)
         main(*args, **kwargs)
         sys.exit()
     node = node_from_environment()
-    if standby is not None and waits:
-        connection = _wait_as_standby(standby, node)
-        place = JobPlace.from_environment(os.environ)
-    else:
-        place = JobPlace.from_environment(os.environ)
-        connection = join(place, node, standby[1] if standby is not None else 0)
+    taken = _wait_as_standby((host, port), node) if host else None
+    place = JobPlace.from_environment(os.environ)
+    connection = taken or join(place, node, port)
     patience_s = PATIENCE_S if place.world > 1 else 0.0
     leave(Supervisor(connection, partial(_train, partial(main, *args, **kwargs), patience_s)).run())
 

@@ -195,7 +195,7 @@ class Attempts:
         self.is_over = self.is_over or not self.has_ended
 
 
-def heir(waiting: Iterable[str], ranks: int) -> str | None:
+def replacement(waiting: Iterable[str], ranks: int) -> str | None:
     """The node that takes the place of a lost one, which had so many ranks: it has as many standbys.
 
     Args:

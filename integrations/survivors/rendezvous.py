@@ -29,7 +29,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, heir, parse_lines, to_line
+from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, parse_lines, replacement, to_line
 from holdfast.integrations.survivors.supervisor import die_with
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError
 from holdfast.smp_daemon.shared.logs import get_log
@@ -217,13 +217,14 @@ class Rendezvous:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin an attempt, with a new store; whoever waits in the old one gets an error."""
+        """Begin an attempt, with a new store, and tell all members; whoever waits in the old store gets an error."""
         self._store: Any = None
         port = 0
         if self._host:
             self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
             port = self._store.port
         self._attempt = JobAttempt(self._attempts.number, self._host, port)
+        self._send(self._members.values(), self._attempt.to_line())
 
     def serve(self) -> None:
         """Answer all who have said something; blocks until somebody does."""
@@ -267,7 +268,7 @@ class Rendezvous:
         and begin an attempt. Returns whether there is one."""
         others = {rank: member for rank, member in self._members.items() if member.node == node}
         places = {lost: told} | {rank: other.told for rank, other in others.items()}
-        new = heir((standby.node for standby in self._standbys), len(places))
+        new = replacement((standby.node for standby in self._standbys), len(places))
         if new is None or not self._attempts.lost(self._attempts.number):
             return False
         for other in others.values():
@@ -280,7 +281,6 @@ class Rendezvous:
             self._send([standby], to_line({"place": places[rank]}))
         log.warning("node %s is lost, and standby %s takes its place", node, new)
         self._begin()
-        self._send(self._members.values(), self._attempt.to_line())
         return True
 
     def _take(self, caller: _Caller, message: dict[str, Any]) -> None:
@@ -302,7 +302,6 @@ class Rendezvous:
         elif "lost" in message:
             if self._attempts.lost(message["lost"]):
                 self._begin()
-                self._send(self._members.values(), self._attempt.to_line())
         elif "done" in message:
             self._attempts.done(caller.rank, message["done"])
         self._tell_of_end()

@@ -339,8 +339,7 @@ STANDBY = Setting(
     "HOLDFAST_STANDBY",
     ValueKind("PORT|HOST:PORT", parse_standby),
     "",
-    "For `survive`: on a standby node, rank 0's host and the port at which it waits for the place of a lost node; on "
-    "nodes of the job, that port.",
+    "For `survive`: the port at which rank 0 awaits standbys; on a standby node, HOST:PORT of rank 0.",
     shown="no standby",
     page="restarts.md#a-standby-for-a-lost-node",
 )

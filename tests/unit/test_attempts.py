@@ -12,10 +12,10 @@ from holdfast.integrations.survivors.attempts import (
     Attempts,
     JobAttempt,
     JobPlace,
-    heir,
     hindrance,
     parse_lines,
     read_too_early,
+    replacement,
     to_line,
 )
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -70,8 +70,8 @@ def test_the_environment_is_that_of_a_worker_that_torchrun_has_restarted() -> No
 
 def test_a_lost_node_is_replaced_by_one_with_as_many_processes() -> None:
     waiting = ["a", "b", "b", "c", "c", "a", "a"]
-    assert heir(waiting, 2) == "b" and heir(waiting, 3) == "a"
-    assert heir(waiting, 1) is None and heir([], 1) is None
+    assert replacement(waiting, 2) == "b" and replacement(waiting, 3) == "a"
+    assert replacement(waiting, 1) is None and replacement([], 1) is None
 
 
 def test_what_a_script_reads_before_a_standby_has_a_rank() -> None:
