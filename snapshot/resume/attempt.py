@@ -319,7 +319,7 @@ class SameWorld(Attempt):
     def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:
         mine: list[HeldLeaf] | None = None
         if (problem := self.problem_of(lambda: self._read(adapter))) is None:
-            mine = [leaf for leaf in leaves_in(self._saved.form) if is_part_of(leaf[0], self._saved.shared)]
+            mine = [leaf for leaf in leaves_in(self._form) if is_part_of(leaf[0], self._shared)]
         self._ask_replicas(agreement, adapter.replica_set(), mine)
         return problem or self.problem_of(lambda: self._plan(adapter))
 
@@ -332,16 +332,18 @@ class SameWorld(Attempt):
             StateMismatch, ConfigError: it does not fit the job.
         """
         try:
-            self._saved = saved = self.open()
+            saved = self.open()
             early, late, fixed = self._values = saved.values()
-            shared = saved.shared
+            # Not `saved`, which reads through this attempt: such a circle would keep the slot mapped until the next
+            # garbage collection.
+            self._form, self._record, self._shared = saved.form, saved.record, saved.shared
         except ProtocolError as error:
             raise IncompleteSnapshot(f"no copy of it can be loaded: {error}") from error
-        self.restored.notes, self.restored.inputs = saved.record.get(NOTES) or {}, saved.record.get(INPUTS)
+        self.restored.notes, self.restored.inputs = self._record.get(NOTES) or {}, self._record.get(INPUTS)
         check_block(early.get(LOOP, {}), self._block)
         self.rebuild(adapter, early)
         adapter.check(early, late, fixed)
-        adapter.materialise(whole_leaves(saved.form, shared))
+        adapter.materialise(whole_leaves(self._form, self._shared))
         self.made = True
 
     def _ask_replicas(self, agreement: Agreement, replica_set: str, mine: list[HeldLeaf] | None) -> None:
@@ -367,15 +369,15 @@ class SameWorld(Attempt):
         if None in self._kept.values():
             raise HoldfastError("a replica could not read its own shard; see its log")
         others = {coord: leaves for coord, leaves in self._kept.items() if coord != self._coord}
-        leaves = {self._coord: leaves_in(self._saved.form)} | others
-        held = (each for coord, its in leaves.items() for each in held_in(coord, its or (), self._saved.shared, {}))
+        leaves = {self._coord: leaves_in(self._form)} | others
+        held = (each for coord, its in leaves.items() for each in held_in(coord, its or (), self._shared, {}))
         index = Index(held, list(leaves))
         self.fills, problems = plan_fills(adapter.tensors(), index, divided=False)
         refuse_unfit(problems + unclaimed(index, (fill.item.name for fill in self.fills)))
         check_given(self._values[0].get(LOOP, {}), self._block)
 
     def fill(self, agreement: Agreement, engine: CopyEngine) -> HoldfastError | None:
-        restore_strides(self._saved.record, (fill.item for fill in self.fills))
+        restore_strides(self._record, (fill.item for fill in self.fills))
         pieces = [
             SlotTensor(_part_of(fill.item.tensor, read), read.source, read.bytes, fill.item.name)
             for fill in self.fills
@@ -395,7 +397,7 @@ class SameWorld(Attempt):
         tensors = {fill.item.name: fill.item.tensor for fill in self.fills}
         ranks = {coord: rank for rank, coord in enumerate(self._coords)}
         for coord, leaves in self._kept.items():
-            for held in held_in(coord, leaves or (), self._saved.shared, {}):
+            for held in held_in(coord, leaves or (), self._shared, {}):
                 for first, last, _ in held.region.runs:
                     yield ranks[coord], flat(tensors[held.region.key])[first:last]
 

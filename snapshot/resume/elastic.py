@@ -144,9 +144,6 @@ def stream_owners(old: Collection[str], new: Collection[str], carried: Mapping[s
 class LentShards:
     """All shards of one snapshot, read through this node's SMP. Blocks while units are fetched or computed; not
     thread-safe.
-
-    Attributes:
-        bytes_fetched: bytes that this node's SMP fetched over the network for these reads.
     """
 
     def __init__(self, client: SmpClient, sources: Sources) -> None:
@@ -155,7 +152,7 @@ class LentShards:
         self._snapshot = sources.snapshot
         self._layout = sources.layout
         self._unit = lru_cache(UNITS_KEPT)(self._fetch)
-        self.bytes_fetched = 0
+        self._bytes_fetched = 0
 
     def open(self, coord: str) -> SavedShard:
         """What the shard of `coord` says. Raises as `SavedShard`."""
@@ -184,10 +181,16 @@ class LentShards:
             out[done : done + count] = unit[begin : begin + count]
             done += count
 
+    def close(self) -> int:
+        """Free what is cached, for which a job that collects no garbage would wait in vain. Returns the bytes that this
+        node's SMP fetched over the network for these reads."""
+        self._unit.cache_clear()
+        return self._bytes_fetched
+
     def _fetch(self, coord: str, index: int) -> memoryview:
         length = min(self._layout.unit_bytes, self._layout.shard_bytes(coord) - index * self._layout.unit_bytes)
         unit = memoryview(bytearray(length))
-        self.bytes_fetched = self._client.unit(coord, index, unit)
+        self._bytes_fetched = self._client.unit(coord, index, unit)
         return unit
 
 
@@ -347,7 +350,7 @@ class OtherWorld(Attempt):
     def take_over(self, agreement: Agreement, adapter: Adapter) -> None:
         super().take_over(agreement, adapter)
         found = self.restored
-        found.bytes_fetched = self._lent.bytes_fetched
+        found.bytes_fetched = self._lent.close()
         found.loop = found.loop | {"data": dict.fromkeys(found.loop.get("data", {}), ELSEWHERE)}
         if self._coord not in self._old:
             found.began = None
