@@ -9,8 +9,8 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,10 +262,12 @@ def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator
         try:
             if arena.lstat().st_uid != os.getuid():
                 continue
-            files = [status for status in (file.lstat() for file in arena.iterdir()) if stat.S_ISREG(status.st_mode)]
+            files = _files(arena.iterdir())
         except OSError:
             continue  # its job has just finished, or it is another user's
-        newest = max((file.st_mtime for file in files), default=0.0)
+        if not files:
+            continue  # likewise
+        newest = max(file.st_mtime for file in files)
         smp = running_process(arena)
         smps = () if smp is None else (smp,)
         size, user = sum(file.st_blocks * 512 for file in files), _user(arena, smps)
@@ -276,8 +278,17 @@ def _abandoned(folder: Path) -> Leftover | None:
     smps = tuple(filter(None, map(running_process, folders_with("smp.json", folder))))
     if _user(folder, smps):
         return None  # the command was killed, but processes that it started still run
-    size = sum(path.lstat().st_blocks * 512 for path in folder.glob("**/*"))
+    size = sum(file.st_blocks * 512 for file in _files(folder.glob("**/*")))
     return Leftover(folder, "", size, smps)
+
+
+def _files(paths: Iterable[Path]) -> list[os.stat_result]:
+    """The status of each plain file that is still there: an SMP at work renames and deletes files meanwhile."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found.append(path.lstat())
+    return [status for status in found if stat.S_ISREG(status.st_mode)]
 
 
 def is_arena(path: Path) -> bool:

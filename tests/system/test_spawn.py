@@ -703,6 +703,14 @@ class TestLeftovers:
         shutil.rmtree(base / "second")
         assert [leftover.path.name for leftover in found] == ["third"]
 
+    def test_a_file_that_goes_meanwhile_hides_no_leftover(
+        self, ground: Ground, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dead_arena(ground, base / "dead")
+        listed = Path.iterdir
+        monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone", *listed(path)]))
+        assert leftovers_in(base) == {"dead"}
+
     def test_an_smp_that_ended_meanwhile_is_not_in_the_way(self, ground: Ground, base: Path) -> None:
         owner = orphan(ground, base / "orphan")
         (leftover,) = find_leftovers(base)
