@@ -19,6 +19,8 @@ import torch
 
 from holdfast import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.messages import SlotFile
+from holdfast.smp_daemon.shared.trainer_slots import TrainerSlots
 from holdfast.snapshot.copy.cuda import CudaEngine, CudaTransfer
 from holdfast.snapshot.copy.cuda_runtime import DeviceEvent
 from holdfast.snapshot.copy.devices import DeviceEngines
@@ -452,8 +454,17 @@ def early_give_back() -> Iterator[None]:
 
 @contextmanager
 def no_finish() -> Iterator[None]:
-    """Seal slots while copies to them are still in progress."""
-    with patch.object(CudaTransfer, "finish", CudaTransfer._over):
+    """Seal slots while copies to them are still in progress. Slots stay mapped, or the process would crash instead."""
+    mapped, kept = TrainerSlots._map_file, list[Any]()
+
+    def keep(slots: TrainerSlots, slot: SlotFile) -> Any:
+        kept.append(mapped(slots, slot))
+        return kept[-1]
+
+    with (
+        patch.object(CudaTransfer, "finish", CudaTransfer._over),
+        patch.object(TrainerSlots, "_map_file", keep),
+    ):
         yield
 
 
