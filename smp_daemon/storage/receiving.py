@@ -218,9 +218,10 @@ class Receiving:
     def _slot_for_key(self, key: Key, length: int) -> Iterator[tuple[SlotPool, Slot, memoryview]]:
         """A slot to receive `key` into, made if none is free. The lock is held during the block. What is held of `key`
         is dropped. Raises as `slot_for` and `make`."""
-        pool, made = self.holdings.pool(key), None
+        made = None
         while True:
             with self.lock:
+                pool = self.holdings.pool(key)  # here, or two threads might make two pools for the same slots
                 self.holdings.drop(key)
                 try:
                     found = self.slot_for(pool, key.snapshot, length, made)

@@ -634,6 +634,20 @@ def test_nobody_waits_while_a_slot_to_receive_into_is_made(place: Place, monkeyp
     assert slow.held == [False, False]
 
 
+def test_two_threads_that_receive_the_first_of_a_shard_share_its_pool(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, shard_pool = list[bool](), Arena.shard_pool
+
+    def asking(arena: Arena, coord: str) -> SlotPool:
+        asked.append(place.holdings._lock._is_owned())  # type: ignore[attr-defined]
+        return shard_pool(arena, coord)
+
+    monkeypatch.setattr(Arena, "shard_pool", asking)
+    receive(place, SHARD)
+    assert asked and all(asked), "the pool is made under the store's lock"
+
+
 def test_a_slot_that_a_thread_makes_for_itself_is_left_to_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(place, monkeypatch)
     pool, other = place.pool(SHARD), place.arena.shard_pool("dp1")
