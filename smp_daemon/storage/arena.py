@@ -414,8 +414,8 @@ class Arena:
         yield from self.parities.values()
 
     def look(self, pool: SlotPool) -> None:
-        """Note which slots of a shard its trainer has taken, and give up those whose files are gone. `reserve` and
-        `plan_missing` make others."""
+        """Note which slots its trainer has taken, and give up those whose files are gone. `reserve` and `plan_missing`
+        make others."""
         pool.look()
         for slot in pool.lost():
             self.directory.note_lost(pool.path(slot), "somebody has deleted or replaced it")

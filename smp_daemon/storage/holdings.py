@@ -95,18 +95,16 @@ class Holdings:
         self._episodes = Episodes(log)
 
     def look(self) -> None:
-        """Forget the shards whose slots their trainers have taken, and those whose files are gone."""
+        """Forget the shards whose slots their trainers have taken, and what was in files that are gone."""
         with self._lock:
-            for coord in self.arena.shards:
-                self._look(coord)
+            for pool in self.arena.pools():
+                self._look(pool)
 
-    def _look(self, coord: str) -> None:
-        pool = self.arena.shard_pool(coord)
+    def _look(self, pool: SlotPool) -> None:
         self.arena.look(pool)
         there = {slot.snapshot for slot in pool.slots if slot.state is SlotState.SEALED}
-        for key in [key for key in self._records if isinstance(key, ShardKey) and key.coord == coord]:
-            if key.snapshot not in there:
-                self._forget(key)
+        for key in [key for key in self._records if self.pool(key) is pool and key.snapshot not in there]:
+            self._forget(key)
 
     def held(self) -> list[Key]:
         """The keys of everything held."""
@@ -121,8 +119,8 @@ class Holdings:
             return key in self._records
 
     def _look_at(self, key: Key) -> None:
-        if isinstance(key, ShardKey) and key in self._records:
-            self._look(key.coord)
+        if key in self._records:
+            self._look(self.pool(key))
 
     @overload
     def open(self, key: ShardKey) -> tuple[memoryview, ShardRecord]: ...

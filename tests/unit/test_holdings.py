@@ -95,6 +95,9 @@ class Place:
         self.holdings.commit(pool, slot, Commit.of(parity_record(key, content)))
         return content
 
+    def put(self, key: Key) -> bytes:
+        return self.put_shard(key) if isinstance(key, ShardKey) else self.put_parity(key)
+
     def flip(self, key: Key, at: int) -> None:
         """Flip a bit, as a bad memory cell would."""
         self.view(key)[at] ^= 0x10
@@ -246,13 +249,15 @@ def test_what_is_held_is_what_its_trainer_finds_under_the_name(place: Place) -> 
         assert place.holdings.damaged_units(key) == []
 
 
+@pytest.mark.parametrize("key", [SHARD, PARITY], ids=["shard", "parity"])
 @pytest.mark.parametrize("takes", ["deletes", "shortens", "links", "puts a directory"])
-def test_a_slot_whose_file_somebody_takes_away_is_lost_and_made_again(place: Place, takes: str) -> None:
-    other = ShardKey(SECOND, "dp0")
-    place.put_shard(SHARD), place.put_shard(other)
-    pool = place.pool(SHARD)
+def test_a_slot_whose_file_somebody_takes_away_is_lost_and_made_again(place: Place, takes: str, key: Key) -> None:
+    other = key._replace(snapshot=SECOND)
+    length = len(place.put(key))
+    place.put(other)
+    pool = place.pool(key)
     path = pool.path(pool.slots[0])
-    place.arena.reserve({pool: (LENGTHS["dp0"], 2)})
+    place.arena.reserve({pool: (length, 2)})
     path.rename(aside := path.with_name("aside"))
     if takes == "shortens":
         path.write_bytes(bytes(3))
@@ -260,12 +265,12 @@ def test_a_slot_whose_file_somebody_takes_away_is_lost_and_made_again(place: Pla
         path.symlink_to(aside)
     elif takes == "puts a directory":
         path.mkdir()
-    assert (place.holdings.holds(SHARD), place.holdings.held()) == (False, [other])
+    assert (place.holdings.holds(key), place.holdings.held()) == (False, [other])
     assert place.arena.directory.lost == {path.name}
-    place.arena.reserve({pool: (LENGTHS["dp0"], 2)})
-    assert (path.is_file(), path.is_symlink(), path.stat().st_size) == (True, False, LENGTHS["dp0"])
-    place.put_shard(SHARD)
-    assert set(place.holdings.held()) == {SHARD, other}
+    place.arena.reserve({pool: (length, 2)})
+    assert (path.is_file(), path.is_symlink(), path.stat().st_size) == (True, False, length)
+    place.put(key)
+    assert set(place.holdings.held()) == {key, other}
 
 
 def test_what_is_given_up_while_it_is_read_is_gone_and_not_damaged(
