@@ -73,8 +73,9 @@ def read_node_file(arena: Path, job: str, node: str, files: Files) -> NodeFile |
         raise ConfigError(
             f"the arena {arena} belongs to job {known.job!r} on node {known.node!r}, and this node is called {node!r}. "
             f"If its name has changed, as that of a container does, set {NODE.variable}={known.node}, and the job goes "
-            "on with what the arena holds, perhaps the only copy; otherwise choose another with "
-            f"{ARENA.variable}"
+            f"on with what the arena holds, perhaps the only copy. If another host is {known.node!r}, and its files "
+            f"were copied here, move this arena away or choose another with {ARENA.variable}: what was in it is "
+            "rebuilt from the other nodes, where they protect it"
         )
     return known
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Unrecoverable
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest_units
 from holdfast.smp_daemon.shared.transport import call, connect
@@ -27,7 +29,12 @@ def replace_nodes(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -
     """Lose nodes and replace them; all are lost before the first is replaced."""
     for i in lost:
         smps[i].lose()
-    for i in lost:
+    begin(run, smps, lost)
+
+
+def begin(run: Run, smps: Sequence[SmpProcess], nodes: Collection[int]) -> None:
+    """Start SMPs, and trainers that know them."""
+    for i in nodes:
         smps[i].launch().wait_ready()
         for segment, elements in enumerate([SIZES[i], 500 + i]):
             coord = f"dp{2 * i + segment}"
@@ -80,6 +87,29 @@ def test_one_more_than_the_code_allows_cannot_be_had_and_says_so(ground: Ground)
     replace_nodes(run, smps, [0, 1, 2])
     with pytest.raises(Unrecoverable, match="lost shards of node0, node1, node2"):
         restart(run)
+
+
+def test_parity_whose_files_somebody_deletes_comes_back_with_the_next_snapshot(ground: Ground) -> None:
+    smps, run = protected(ground, "2+1", 3)
+    for path in smps[0].arena.glob("*.parity"):
+        path.unlink()
+    run.protect(2)
+    smps[0].kill()
+    begin(run, smps, [0])
+    replace_nodes(run, smps, [1])
+    assert_whole(run, restart(run), [1])
+
+
+def test_a_node_that_got_the_files_of_another_is_told_what_helps(ground: Ground) -> None:
+    smps, run = protected(ground, "2+1", 3)
+    smps[0].kill()
+    for path in filter(Path.is_file, smps[1].arena.iterdir()):
+        shutil.copy2(path, smps[0].arena)
+    with pytest.raises(ConfigError, match="move this arena away"):
+        smps[0].launch().wait_ready()
+    smps[0].arena.rename(ground.base / "aside")
+    begin(run, smps, [0])
+    assert_whole(run, restart(run), [0])
 
 
 def test_a_helper_lost_in_the_middle_of_a_chain_is_done_without(ground: Ground) -> None:
