@@ -315,9 +315,11 @@ class SlotPool:
 
         Raises:
             ArenaTooSmall: the record cannot be written; the slot keeps its state.
-            StaleEpoch: somebody has removed the mark.
+            StaleEpoch: somebody has removed the mark, or the file, so that nobody would find the bytes.
         """
         assert slot.snapshot is not None
+        if self._inode(slot) != self._maps[slot.index].inode:
+            raise StaleEpoch(f"somebody has deleted or replaced {self.path(slot).name} while it was filled")
         before, is_sealed = slot.state, owners.sealed(slot.snapshot)
         if not self._change(slot, owners.BUSY, is_sealed):
             raise StaleEpoch(f"{self.path(slot).name} is not owned by this SMP any more")

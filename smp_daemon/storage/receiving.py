@@ -140,13 +140,21 @@ class Receiving:
         return self._gatherings[key]
 
     def commit(self, key: ParityKey, gathering: GatheringSlot) -> bool:
-        """Commit a gathering that is complete. Returns False if another thread has, or if it was given up."""
+        """Commit a gathering that is complete. Returns False if another thread has, or if it was given up.
+
+        Raises:
+            StaleEpoch: its file is gone; it is given up.
+        """
         commit = Commit.of(gathering.parity.record())
         with self.lock:
             is_mine = gathering.pool.is_at(gathering.slot, gathering.view)
             if self._gatherings.get(key) is not gathering or not is_mine:
                 return False
-            self.holdings.commit(gathering.pool, gathering.slot, commit)
+            try:
+                self.holdings.commit(gathering.pool, gathering.slot, commit)
+            except StaleEpoch:
+                self._stop(key)
+                raise
             del self._gatherings[key]
             return True
 
@@ -182,6 +190,7 @@ class Receiving:
             if earlier is not None:
                 pool.remove(earlier)
                 self._reserver.make_good()
+            self.arena.look(pool)  # bytes in a file without a name would be lost
             slot = pool.assign(snapshot, length)
             return pool, slot, pool.view(slot)
 

@@ -446,6 +446,22 @@ def test_what_no_trainer_may_have_written_is_not_held(place: Place) -> None:
     assert [slot.state for slot in place.pool(SHARD).slots] == [SlotState.FREE]
 
 
+def test_what_is_received_is_never_held_in_a_file_without_a_name(place: Place) -> None:
+    def delete(view: memoryview) -> None:
+        path = next(pool.path(slot) for slot in pool.slots if slot.state is SlotState.RECEIVING)
+        path.unlink()
+
+    pool = place.pool(SHARD)
+    pool.path(pool.create(LENGTHS["dp0"])).unlink()
+    receive(place, SHARD)
+    assert place.arena.directory.lost == {"dp0.0.safetensors"}
+    with pytest.raises(StaleEpoch, match="deleted or replaced"):
+        receive(place, ShardKey(SECOND, "dp0"), check=delete)
+    receive(place, ShardKey(THIRD, "dp0"))
+    place.crash()
+    assert set(place.holdings.held()) == {SHARD, ShardKey(THIRD, "dp0")}
+
+
 def test_a_second_attempt_takes_the_slot_of_the_first_which_writes_into_nothing(place: Place) -> None:
     with place.receiving.shard(SHARD, LAYOUT, accept) as second:
         pass  # leaves a slot with other bytes in it
@@ -518,6 +534,16 @@ def test_a_parity_that_the_group_completes_during_its_repair_is_held_once(place:
         fill(gathering, 0, 1, 2)
         assert place.receiving.commit(PARITY, place.receiving.gather(PARITY, LAYOUT, 0))
     assert place.holdings.held() == [PARITY] and place.holdings.damaged_units(PARITY) == []
+
+
+def test_a_gathering_whose_file_somebody_deletes_is_given_up(place: Place) -> None:
+    with pytest.raises(StaleEpoch, match="deleted or replaced"), place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
+        fill(gathering, 0, 1, 2)
+        place.pool(PARITY).path(place.pool(PARITY).slots[0]).unlink()
+    assert place.holdings.held() == []
+    with place.receiving.parity(PARITY, LAYOUT, 0) as gathering:
+        fill(gathering, 0, 1, 2)
+    assert place.holdings.held() == [PARITY]
 
 
 def test_a_parity_that_lacks_a_unit_is_not_held(place: Place) -> None:
