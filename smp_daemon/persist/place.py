@@ -168,8 +168,7 @@ class Directory(PersistPlace):
         """fsspec would list a file that is in the way of the directory as if it were in it."""
         with _reported(f"{self._at(path)} cannot be listed"), suppress(FileNotFoundError):
             with os.scandir(self._at(path)) as entries:
-                found = [(each, "directory" if each.is_dir() else "file" if each.is_file() else "") for each in entries]
-                return [{"name": e.name, "type": t, "size": e.stat().st_size if t == "file" else 0} for e, t in found]
+                return [found for each in entries if (found := _entry(each)) is not None]
         return []
 
     @contextmanager
@@ -189,6 +188,15 @@ class Directory(PersistPlace):
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
+
+
+def _entry(entry: os.DirEntry[str]) -> dict[str, Any] | None:
+    """As fsspec lists it; None if another node has renamed or removed it meanwhile."""
+    try:
+        kind = "directory" if entry.is_dir() else "file" if entry.is_file() else ""
+        return {"name": entry.name, "type": kind, "size": entry.stat().st_size if kind == "file" else 0}
+    except FileNotFoundError:
+        return None
 
 
 def _discard(file: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -400,6 +401,24 @@ def test_a_place_keeps_files(anywhere: PersistPlace) -> None:
     anywhere.remove("job/one")
     anywhere.remove("job/one")
     assert anywhere.directories("job") == []
+
+
+def test_a_file_that_another_node_removes_meanwhile_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"123")
+    list_them = os.scandir
+
+    @contextmanager
+    def scandir(path: str) -> Iterator[list[os.DirEntry[str]]]:
+        with list_them(path) as entries:
+            found = list(entries)
+        (tmp_path / "a").unlink()
+        yield found
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert Directory(tmp_path).files("") == {"b": 3}
 
 
 def test_a_file_that_is_given_up_is_not_there(tmp_path: Path) -> None:
