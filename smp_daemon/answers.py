@@ -169,8 +169,7 @@ class TrainerConversation:
         return messages.Reserved(count=count)
 
     def _slots(self, request: messages.AskSlots) -> messages.SlotFiles:
-        found = self._store.slots(request.epoch, request.coord)
-        return messages.SlotFiles(slots=tuple(messages.SlotFile(**pool.place(slot)) for pool, slot in found))
+        return messages.SlotFiles(slots=self._store.slots(request.epoch, request.coord))
 
     def _seal(self, request: messages.Seal) -> None:
         self._store.sealing.seal(request)

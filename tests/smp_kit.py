@@ -17,7 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -616,6 +616,18 @@ def run_on(
 
 
 # ---------------------------------------------------------------------- contents of arenas
+
+
+def just_before(call: Callable[..., Any], name: str, happens: Callable[[], object]) -> Callable[..., Any]:
+    """`call`, with something that happens before it is first asked about a file of that name."""
+    left = [happens]
+
+    def instead(path: Any, *more: Any, **options: Any) -> Any:
+        if left and Path(path).name == name:
+            left.pop()()
+        return call(path, *more, **options)
+
+    return instead
 
 
 def shard_file(smp: SmpProcess, snapshot: SnapshotId, coord: str) -> Path:

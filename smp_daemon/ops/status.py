@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,8 +153,9 @@ def take_status(smp: Core) -> Status:
             for slot in pool.slots:
                 slots[slot.state] += 1
                 if slot.state is SlotState.SEALED and slot.snapshot is not None:
-                    age = max(0.0, now - pool.record_path(slot).stat().st_mtime)
-                    ages[slot.snapshot] = max(age, ages.get(slot.snapshot, age))
+                    with suppress(FileNotFoundError):  # somebody has deleted it; what it says is known here
+                        age = max(0.0, now - pool.record_path(slot).stat().st_mtime)
+                        ages[slot.snapshot] = max(age, ages.get(slot.snapshot, age))
         everything = sum(slot.bytes for pool in store.arena.pools() for slot in pool.slots)
         missing = store.arena.planned_bytes()
         budget = store.arena.budget

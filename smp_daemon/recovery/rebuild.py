@@ -195,9 +195,10 @@ def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Rec
         _, record = store.holdings.open(key)
         pool = store.arena.shard_pool(key.coord)
         slot = pool.find(key.snapshot, SlotState.SEALED)
-    assert slot is not None  # `open` has found it under this lock
+        assert slot is not None  # `open` has found it under this lock
+        place = pool.place(slot)
     return Recovered(
-        **pool.place(slot),
+        **place,
         how=how,
         bytes_fetched=bytes_fetched,
         unit_bytes=record.unit_bytes,

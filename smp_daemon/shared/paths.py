@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,19 @@ def _folders(
         yield path, frozenset((*folders, *files))
         deep = len(path.relative_to(base).parts) >= SEARCH_DEPTH
         folders[:] = [] if deep and not any(map(SCRATCH.fullmatch, path.parts)) else sorted(folders)
+
+
+def files_below(base: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The plain files in the directories where `folders_with` looks, with their status. What an SMP or another command
+    renames or removes during the search is left out."""
+    for folder, names in _folders(base):
+        for path in (folder / name for name in sorted(names)):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield path, status
 
 
 def find_owners(base: Path | None = None, job: str | None = None) -> Iterator[Owner]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import socket
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from holdfast.smp_daemon.shared.paths import (
     OURS,
     Owner,
     arena_base,
+    files_below,
     folders_with,
     known_owner,
     read_owner,
@@ -40,7 +39,7 @@ from holdfast.smp_daemon.shared.paths import (
 )
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.processes import await_end, own_command, start_ticks
-from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System
+from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System, remove_tree
 from holdfast.smp_daemon.shared.uids import peer_of
 
 START_DEADLINE_S = 120.0
@@ -262,9 +261,9 @@ def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator
         try:
             if arena.lstat().st_uid != os.getuid():
                 continue
-            files = _files(arena.iterdir())
         except OSError:
             continue  # its job has just finished, or it is another user's
+        files = [status for _, status in files_below(arena)]
         if not files:
             continue  # likewise
         newest = max(file.st_mtime for file in files)
@@ -278,17 +277,8 @@ def _abandoned(folder: Path) -> Leftover | None:
     smps = tuple(filter(None, map(running_process, folders_with("smp.json", folder))))
     if _user(folder, smps):
         return None  # the command was killed, but processes that it started still run
-    size = sum(file.st_blocks * 512 for file in _files(folder.glob("**/*")))
+    size = sum(status.st_blocks * 512 for _, status in files_below(folder))
     return Leftover(folder, "", size, smps)
-
-
-def _files(paths: Iterable[Path]) -> list[os.stat_result]:
-    """The status of each plain file that is still there: an SMP at work renames and deletes files meanwhile."""
-    found = []
-    for path in paths:
-        with suppress(FileNotFoundError):
-            found.append(path.lstat())
-    return [status for status in found if stat.S_ISREG(status.st_mode)]
 
 
 def is_arena(path: Path) -> bool:
@@ -314,11 +304,11 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
         end(smp)
     try:
         if zero:
-            for pattern in ("**/*.safetensors", "**/*.parity", f"**/{GONE}*"):
-                for path in leftover.path.glob(pattern):
-                    if stat.S_ISREG(path.lstat().st_mode):
+            for path, _ in files_below(leftover.path):
+                if path.suffix in (".safetensors", ".parity") or path.name.startswith(GONE):
+                    with suppress(FileNotFoundError):
                         wipe_file(path)
-        shutil.rmtree(leftover.path)
+        remove_tree(leftover.path)
         _turn_path(leftover.path).unlink(missing_ok=True)  # left by a starter that was killed
     except OSError as error:
         raise ConfigError(f"{leftover.path} cannot be removed: {error}: remove it") from error

@@ -7,6 +7,7 @@ turns in an order of its choice, hours pass in a moment, and arenas and connecti
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -23,6 +24,21 @@ from holdfast.smp_daemon.shared import processes
 from holdfast.smp_daemon.shared.credentials import Credentials, current
 from holdfast.smp_daemon.shared.memory import available_bytes
 from holdfast.smp_daemon.shared.populate import populate
+
+TRIES = 10
+"""How often `remove_tree` tries: others rename a few files or delete them, and do not write new ones on and on."""
+
+
+def remove_tree(path: str | os.PathLike[str]) -> None:
+    """As `shutil.rmtree`, also while other processes rename or delete what is in it. Harmless if it is gone."""
+    for left in reversed(range(TRIES)):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not left:
+                raise
+        if not os.path.lexists(path):
+            return
 
 
 class Clocks:
@@ -56,7 +72,7 @@ class Files:
     posix_fallocate = staticmethod(os.posix_fallocate)
     flock = staticmethod(fcntl.flock)
     statvfs = staticmethod(os.statvfs)
-    rmtree = staticmethod(shutil.rmtree)
+    rmtree = staticmethod(remove_tree)
     getuid = staticmethod(os.getuid)
     map = staticmethod(mmap.mmap)
     populate = staticmethod(populate)

@@ -26,7 +26,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,19 +96,22 @@ class ArenaDirectory:
             ConfigError: something cannot be removed.
         """
         for path in sorted(self._path.glob("*")):
-            status = path.lstat()
-            if not OURS.fullmatch(path.name) or path.name.startswith("smp.log"):
-                continue  # not read by an SMP; a log that cannot be written is reported as such
-            if path.name.endswith(PART):
-                if not (stat.S_ISREG(status.st_mode) and delete_later(path, status.st_size)):
-                    put_away(path, self._files)
-            elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
-                continue  # whoever listens at it is replaced by `bind_unix`
-            elif not stat.S_ISREG(status.st_mode) or status.st_uid != self._files.getuid():
-                self.note_lost(path, "it is not a regular file of this user")
-            elif status.st_mode & 0o600 != 0o600:
-                path.chmod(0o600)
-                log.warning("%s could not be read and written by its owner: its mode is set again", path)
+            if OURS.fullmatch(path.name) and not path.name.startswith("smp.log"):  # others are not read by an SMP
+                with suppress(FileNotFoundError):  # a trainer has renamed the mark of its slot meanwhile
+                    self._clear(path, delete_later)
+
+    def _clear(self, path: Path, delete_later: Callable[[Path, int], bool]) -> None:
+        status = path.lstat()
+        if path.name.endswith(PART):
+            if not (stat.S_ISREG(status.st_mode) and delete_later(path, status.st_size)):
+                put_away(path, self._files)
+        elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
+            return  # whoever listens at it is replaced by `bind_unix`
+        elif not stat.S_ISREG(status.st_mode) or status.st_uid != self._files.getuid():
+            self.note_lost(path, "it is not a regular file of this user")
+        elif status.st_mode & 0o600 != 0o600:
+            path.chmod(0o600)
+            log.warning("%s could not be read and written by its owner: its mode is set again", path)
 
     def note_lost(self, path: Path, why: object) -> None:
         """Remove a damaged file, and say so. Raises `ConfigError` if it cannot be removed."""

@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.errors import (
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.smp_daemon.shared.messages import Seal
+from holdfast.smp_daemon.shared.messages import Seal, SlotFile
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import Start
@@ -31,7 +31,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.codings import Coding, Codings
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ShardKey
 from holdfast.smp_daemon.storage.job_state import JobState, Outcomes, Predecessor
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 
@@ -193,8 +193,8 @@ class Store:
         with self.changed:
             self.arena.shard_pool(coord).near = near
 
-    def slots(self, epoch: int, coord: str) -> list[tuple[SlotPool, Slot]]:
-        """The slots made for shards of `coord` so far, whatever they hold.
+    def slots(self, epoch: int, coord: str) -> tuple[SlotFile, ...]:
+        """Where the slots are that were made for shards of `coord` so far, whatever they hold.
 
         Raises:
             StaleEpoch: `epoch` is not the current one.
@@ -203,7 +203,8 @@ class Store:
         with self.changed:
             self.state.configured(epoch).shard_bytes(coord)
             pool = self.arena.shard_pool(coord)
-            return [(pool, slot) for slot in self.arena.reserved(pool)]
+            self.arena.look(pool)
+            return tuple(SlotFile(**pool.place(slot)) for slot in self.arena.reserved(pool))
 
     def never_acknowledged(self) -> set[SnapshotId]:
         """Snapshots held here that cannot have been reported to trainers as protected, because this node never posted

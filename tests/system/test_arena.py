@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
+from tests.smp_kit import just_before
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE
@@ -126,6 +128,20 @@ def test_what_lies_in_an_arena_keeps_no_successor_away(shm: Path) -> None:
     (arena.path / "node.json").write_text("")
     (arena.path / "core.4711").write_text("")
     assert crash(arena).path == arena.path
+
+
+def test_a_trainer_that_takes_a_slot_meanwhile_keeps_no_successor_away(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(shm / "job")
+    arena.shard_pool("dp0").create(20)
+    arena.own(1)
+    arena.directory.close()
+    (mark,) = arena.path.glob("*.own")
+    taken = mark.with_name("dp0.0.safetensors.taken-1.1.own")
+    monkeypatch.setattr(Path, "lstat", just_before(Path.lstat, mark.name, partial(mark.rename, taken)))
+    Arena(arena.path)
+    assert not mark.exists() and taken.exists()
 
 
 def test_a_path_that_cannot_be_a_directory_is_refused(shm: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from tests.smp_kit import (
     SmpProcess,
     Trainer,
     end,
+    just_before,
     memory_of,
     open_files,
     playground,
@@ -706,10 +708,23 @@ class TestLeftovers:
     def test_a_file_that_goes_meanwhile_hides_no_leftover(
         self, ground: Ground, base: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        dead_arena(ground, base / "dead")
-        listed = Path.iterdir
-        monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone", *listed(path)]))
-        assert leftovers_in(base) == {"dead"}
+        (dead_arena(ground, base / "dead") / "smp.log").touch()
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "lstat", just_before(Path.lstat, "smp.log", (base / "dead/smp.log").unlink))
+            assert leftovers_in(base) == {"dead"}
+
+    def test_another_one_that_removes_the_same_is_not_in_the_way(
+        self, ground: Ground, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A second `holdfast gc`, before the first overwrites a file, and before it deletes one."""
+        for name, where, step in (("wiped", Path, "lstat"), ("deleted", os, "unlink")):
+            dead = dead_arena(ground, base / name)
+            (leftover,) = find_leftovers(base)
+            with monkeypatch.context() as patched:
+                instead = just_before(getattr(where, step), "dp0.0.safetensors", partial(shutil.rmtree, dead))
+                patched.setattr(where, step, instead)
+                remove(leftover, zero=True)
+            assert not dead.exists()
 
     def test_an_smp_that_ended_meanwhile_is_not_in_the_way(self, ground: Ground, base: Path) -> None:
         owner = orphan(ground, base / "orphan")

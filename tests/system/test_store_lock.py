@@ -57,8 +57,9 @@ NAMES = {
     *("storage.arena.Arena._delete_later", "storage.arena.Deleted.add"),
     *("storage.pool.SlotPool.discard", "storage.pool.SlotPool.plan", "storage.pool.SlotPool.made"),
     *("storage.pool.SlotPool.remove", "storage.pool.SlotPool._forget", "storage.reserver.Reserver.make"),
-    *("storage.pool.SlotPool._empty", "storage.pool.SlotPool._inode", "storage.arena.LayoutFiles.drop_older"),
-    *("shared.budget.Budget._trim", "ops.status.take_status", "storage.reserver.Reserver.make.<locals>.given_up"),
+    *("storage.pool.SlotPool._empty", "storage.pool.SlotPool._inode", "storage.pool.SlotPool.place"),
+    *("storage.arena.LayoutFiles.drop_older", "shared.budget.Budget._trim", "ops.status.take_status"),
+    "storage.reserver.Reserver.make.<locals>.given_up",
 }
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
 those that are being made are still open."""
@@ -87,6 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     "posix.sysconf": SETTINGS,
     "posix.truncate": {"shared.budget.Budget._trim"},  # by the slice that a slot takes
     "shutil.rmtree": {"storage.arena.Arena.destroy"},  # an empty directory; the job is over
+    "posix.lstat": {"storage.arena.Arena.destroy"},
     "xxhash._xxhash.xxh3_128_hexdigest": SMALL_FILES - {"storage.pool.SlotPool.commit"},  # encoded by then
     "xxhash._xxhash.xxh3_64_hexdigest": {"shared.layout.Layout._tags.<locals>.<genexpr>"},  # once for each layout
     "xxhash._xxhash.xxh3_64_intdigest": {"storage.holdings.Holdings.repair"},  # one unit
