@@ -17,6 +17,9 @@ from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE
 from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
+TRIES = 3
+"""How often a trainer looks for an SMP: one that served at the last look may have been that of a job at its end."""
+
 log = get_log(__name__)
 
 
@@ -30,15 +33,7 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
         SmpUnavailable: there is none.
         ConfigError: it cannot be started, serves another job, or the other hosts of the job cannot reach it.
     """
-    client = None
-    try:
-        client = SmpClient(arena, job, coord, system)
-    except SmpUnavailable:
-        if not start:
-            raise
-    if client is None:  # not above, or an error of the start would be told after one that says that none has started
-        start_here(arena, job, system=system)
-        client = SmpClient(arena, job, coord, system)
+    client = _reach(arena, job, TRIES if start else 1, coord, system)
     try:
         if spans := spanning(os.environ):
             host = client.inventory().host
@@ -47,6 +42,18 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
         client.close()
         raise
     return client
+
+
+def _reach(arena: Path, job: str, tries: int, coord: str | None, system: System) -> SmpClient:
+    """Connect to the SMP, which is started up to `tries` - 1 times. Raises `SmpUnavailable`, and as `start_here`."""
+    while True:
+        tries -= 1
+        try:
+            return SmpClient(arena, job, coord, system)
+        except SmpUnavailable:
+            if not tries:
+                raise
+        start_here(arena, job, system=system)  # here: its errors say nothing of the one above
 
 
 def start_here(

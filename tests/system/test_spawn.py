@@ -43,6 +43,7 @@ from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remov
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import spoken
+from holdfast.snapshot import connect as connecting
 from holdfast.snapshot.connect import connect as connect_to_smp
 from holdfast.snapshot.connect import start_here
 from tests.deadlines import DEADLINE_S
@@ -284,6 +285,23 @@ class TestADetachedSmp:
         monkeypatch.setenv("HOLDFAST_SCRUB", "64")
         with pytest.raises(ConfigError, match=r"HOLDFAST_SCRUB.* has no unit"):
             start_here(arena, JOB)
+
+    def test_that_ends_with_its_job_just_as_a_trainer_has_found_it_is_replaced(
+        self, ground: Ground, arena: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ended: list[int] = []
+
+        def start(*arguments: Any, **options: Any) -> None:
+            start_here(*arguments, **options)
+            if not ended:
+                client = SmpClient(arena, JOB)
+                ended.append(client.pid)
+                client.stop(remove=True, force=True)
+
+        monkeypatch.setattr(connecting, "start_here", start)
+        client = ground.keep(connect_to_smp(arena, JOB, start=True))
+        assert ended and client.pid not in ended
+        finish(ground, arena)
 
     def test_takes_over_what_a_killed_one_held(self, ground: Ground, arena: Path) -> None:
         first = start_smp(JOB, "node0", arena, host=ground.host())
