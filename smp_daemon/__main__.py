@@ -35,6 +35,7 @@ log = get_log("holdfast.smp_daemon")
 def main() -> None:
     """Parse arguments, detach if asked to, and serve until the SMP is stopped."""
     open_standard_streams()
+    os.umask(os.umask(0o077) & 0o077)  # one that masks the owner's bits would lock the SMP out of its own arena
     arguments = _parser().parse_args()
     out = sys.stdout.fileno()
     if arguments.detach:

@@ -303,6 +303,17 @@ class TestADetachedSmp:
         assert ended and client.pid not in ended
         finish(ground, arena)
 
+    def test_may_use_its_own_arena_whatever_the_umask(self, ground: Ground, arena: Path) -> None:
+        arena.parent.mkdir(mode=0o700, exist_ok=True)
+        before = os.umask(0o277)
+        try:
+            start_smp(JOB, "node0", arena, host=ground.host())
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o700 for path in (arena, arena / "board")}
+        assert modes == {arena.name: 0o700, "board": 0o600}
+        finish(ground, arena)
+
     def test_takes_over_what_a_killed_one_held(self, ground: Ground, arena: Path) -> None:
         first = start_smp(JOB, "node0", arena, host=ground.host())
         smp = DetachedSmp(ground, arena)
