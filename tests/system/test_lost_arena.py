@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.smp_daemon.storage.arena import Arena
 from tests.deadlines import await_that
-from tests.smp_kit import Ground, run_on
+from tests.smp_kit import JOB, Ground, run_on
 
 
 def replace(arena: Path) -> None:
@@ -46,6 +47,20 @@ def test_without_smp_json_it_is_found_again(ground: Ground) -> None:
     (smp.arena / "smp.json").unlink()
     await_that(lambda: (smp.arena / "smp.json").exists())
     assert running_owner(smp.arena) == smp.owner
+
+
+def test_without_a_few_files_it_answers_as_before(ground: Ground) -> None:
+    smp = ground.smp()
+    run = run_on([smp], [[3000]])
+    snapshot = run.protect(1)
+    client = run["dp0"].client
+    (record,) = smp.arena.glob("*.safetensors.json")
+    record.unlink()
+    [status] = look(JOB, smp.control).statuses
+    assert status.inventory.shards == {(snapshot, "dp0")}
+    count = len(client.slots(1, "dp0"))
+    record.with_suffix("").unlink()
+    assert len(client.slots(1, "dp0")) == count - 1
 
 
 def test_it_says_why_in_its_log(ground: Ground) -> None:
