@@ -111,19 +111,27 @@ def prefetch(*, job: str | None = None, arena: str | Path | None = None) -> thre
 
 
 def job_from_environment() -> str:
-    """The job id that the launcher gave: ``HOLDFAST_JOB``, torchrun's run id, or Slurm's job id.
+    """The job id that the launcher gave: ``HOLDFAST_JOB``, torchrun's ``--rdzv-id``, or Slurm's job id.
 
     Raises:
         ConfigError: none is set.
     """
-    torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    job = JOB.value() or (torchrun if torchrun != "none" else os.environ.get("SLURM_JOB_ID"))
+    job = JOB.value() or _rendezvous_id(os.environ) or os.environ.get("SLURM_JOB_ID")
     if not job:
         raise ConfigError(
             "this training run has no id: set HOLDFAST_JOB, the same for every rank and every restart of the run, "
             "or pass job="
         )
     return job
+
+
+def _rendezvous_id(environment: Mapping[str, str]) -> str:
+    """torchrun's run id; empty if it has none, or drew one, as it does at each start of a job on one node."""
+    found = environment.get("TORCHELASTIC_RUN_ID", "none")
+    drawn = environment.get("GROUP_WORLD_SIZE") == "1" and re.fullmatch(
+        r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", found
+    )
+    return "" if found == "none" or drawn else found
 
 
 def warn_of_stale_store() -> None:

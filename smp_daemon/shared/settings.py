@@ -254,7 +254,7 @@ JOB = Setting(
     NAME,
     "",
     "Id of the training run, the same on every rank and every restart.",
-    shown="torchrun's run id, or Slurm's job id",
+    shown="torchrun's --rdzv-id, or Slurm's job id",
 )
 NODE = Setting(THE_JOB, "HOLDFAST_NODE", NAME, "", "Name of this node, unique in the job.", shown="the host's name")
 ARENA = Setting(

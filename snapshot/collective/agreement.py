@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import uuid
@@ -254,8 +255,21 @@ def job_deadline_s() -> float:
 
 
 def default_agreement() -> Agreement:
-    """A `Group` if the job has several ranks, else an `Agreement` of one."""
-    return Group() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Agreement()
+    """A `Group` if the job has several ranks, else an `Agreement` of one.
+
+    Raises:
+        ConfigError: the launcher says that there are several, and they have no process group: each would take the whole
+            job to be its own, and the others for intruders.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return Group() if dist.get_world_size() > 1 else Agreement()
+    world = os.environ.get("WORLD_SIZE", "")
+    if world.isdecimal() and int(world) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world}, and this process has no process group: call init_process_group first, or unset "
+            "WORLD_SIZE if this process trains by itself"
+        )
+    return Agreement()
 
 
 def work_in_rounds(agreement: Agreement, work: Callable[[], T]) -> T:

@@ -376,6 +376,43 @@ def test_a_run_without_an_id_is_refused(arena: Path, monkeypatch: pytest.MonkeyP
         InMemorySnapshot(*small())
 
 
+DRAWN = "2fa60f3c-932b-48d5-8cbb-0903eea98c54"
+"""As torchrun draws one at each start of a job on one node, whatever --rdzv-id says."""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "job"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "run-7", "GROUP_WORLD_SIZE": "1"}, "run-7"),
+        ({"TORCHELASTIC_RUN_ID": DRAWN, "GROUP_WORLD_SIZE": "2"}, DRAWN),  # all nodes were told this one
+        ({"TORCHELASTIC_RUN_ID": DRAWN, "GROUP_WORLD_SIZE": "1"}, ""),
+        ({"TORCHELASTIC_RUN_ID": DRAWN, "GROUP_WORLD_SIZE": "1", "SLURM_JOB_ID": "77"}, "77"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "77"}, "77"),
+    ],
+)
+def test_an_id_that_the_next_start_does_not_have_is_none(
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str], job: str
+) -> None:
+    for name in ("HOLDFAST_JOB", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    if job:
+        assert connect.job_from_environment() == job
+    else:
+        with pytest.raises(ConfigError, match="set HOLDFAST_JOB"):
+            connect.job_from_environment()
+
+
+def test_several_ranks_without_a_process_group_are_refused(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2.*process group"):
+        InMemorySnapshot(*small()).__enter__()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with InMemorySnapshot(*small()):
+        pass
+
+
 @pytest.mark.parametrize("job", ["../etc", "", "a/b", "x" * 65, ".hidden"])
 def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: str) -> None:
     monkeypatch.delenv("HOLDFAST_JOB")
