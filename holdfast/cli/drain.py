@@ -74,7 +74,7 @@ def sentence(node: str, drained: Drained) -> str:
         return begin + "it held no snapshot that is needed"
     held = f"{drained.snapshot} is held whole by {', '.join(drained.holders)}"
     if drained.tolerates == 0:
-        return f"{begin}{held}, and not safe against the loss of any of them"
+        return f"{begin}{held}, but the loss of one more node would lose it"
     more = "any 1 more node" if drained.tolerates == 1 else f"any {drained.tolerates} more nodes"
     return f"{begin}{held}, and safe against the loss of {more}"
 
@@ -107,11 +107,9 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
         for overview in found:
             overview.check_let_in()
         check_readable(parsed.job, parsed.arena)
-        known = ", ".join(sorted({name for overview in found for name in _names(overview)})) or "none"
-        raise NotFound(
-            f"no job on this machine has a node {parsed.node!r}: there are {known}: name one of these, or say --at "
-            "HOST:PORT"
-        )
+        known = ", ".join(sorted({name for overview in found for name in _names(overview)}))
+        there = f"there are {known}: name one of these" if known else "there is no job: name an SMP of yours"
+        raise NotFound(f"no job on this machine has a node {parsed.node!r}: {there}, or say --at HOST:PORT")
     return having[0]
 
 

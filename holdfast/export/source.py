@@ -118,10 +118,12 @@ def offers(url: str | None, job: str | None, arena: Path | None) -> list[Offers]
 
 
 def one_job(found: Sequence[Offers]) -> Offers:
-    """The only job of these. Raises `ConfigError` if there are several, or none."""
-    if len(found) != 1:
-        there = f"there are {', '.join(each.job for each in found)}" if found else "`holdfast status` names those here"
-        raise ConfigError(f"say of which job, with --job or HOLDFAST_JOB: {there}")
+    """The only job of these. Raises `ConfigError` if there are several, `NotFound` if there is none."""
+    if not found:
+        raise NotFound("no job has snapshots there: say where with --arena, or with --from")
+    if len(found) > 1:
+        jobs = ", ".join(each.job for each in found)
+        raise ConfigError(f"say of which job, with --job or HOLDFAST_JOB: there are {jobs}")
     return found[0]
 
 

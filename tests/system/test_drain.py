@@ -123,7 +123,7 @@ def test_a_spare_is_an_address() -> None:
 def test_the_sentence_says_what_the_others_stand() -> None:
     done = Drained(SNAPSHOT, ("node0", "node2"), 1)
     assert re.search("by node0, node2, .*safe .* 1 more ", sentence("node1", done))
-    assert "not safe" in sentence("node1", replace(done, tolerates=0))
+    assert "would lose it" in sentence("node1", replace(done, tolerates=0))
     assert "2 more nodes" in sentence("node1", replace(done, tolerates=2))
     assert "no snapshot" in sentence("node1", replace(done, snapshot=None))
     assert decode_json(Drained, encode_json(done), "") == done

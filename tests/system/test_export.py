@@ -18,7 +18,13 @@ from holdfast.cli.main import main
 from holdfast.export.source import offers, one_job
 from holdfast.export.tensors import SlotCopy, read_slot, whole_tensors, write_safetensors
 from holdfast.smp_daemon.persist.manifest import folder, run_folder, shard_name
-from holdfast.smp_daemon.shared.errors import ConfigError, DamagedSnapshot, NotFound, StateMismatch, Unrecoverable
+from holdfast.smp_daemon.shared.errors import (
+    ConfigError,
+    DamagedSnapshot,
+    NotFound,
+    StateMismatch,
+    Unrecoverable,
+)
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested
@@ -180,6 +186,8 @@ def test_a_job_is_asked_for_only_where_there_are_several(
     with pytest.raises(ConfigError, match=r"--job .*: there are other, testrun"):
         one_job(offers(place, None, None))
     assert one_job(offers(None, None, ground.base)).job == JOB
+    with pytest.raises(NotFound, match="no job"):
+        one_job(offers(None, None, ground.base / "nosuch"))
 
 
 # ---------------------------------------------------------------------- whole tensors
