@@ -1,6 +1,7 @@
 """A Megatron GPT under torchrun. Kill a trainer and run the same command again: training resumes bit for bit.
 
-HOLDFAST_JOB=gpt torchrun --nproc-per-node 4 examples/megatron_gpt.py --steps 50
+``HOLDFAST_JOB=gpt torchrun --nproc-per-node 4 -m holdfast.examples.megatron_gpt --steps 50``. It needs
+``pip install 'holdfast-train[megatron]'``.
 """
 
 from __future__ import annotations

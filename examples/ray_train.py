@@ -1,4 +1,4 @@
-"""Ray Train with its state in memory and without checkpoints: ``python -m holdfast.examples.ray_train --workers 2``.
+"""Ray Train with its state in memory and without checkpoints: ``python -m holdfast.examples.ray_train``.
 
 If a worker or its node dies, Ray Train restarts all workers, and they resume at the step that they were in.
 """
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--spread", action="store_true", help="every worker on a node of its own")
     args = parser.parse_args()
     ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": args.workers, "include_dashboard": False}))
-    job = os.environ["HOLDFAST_JOB"]
+    job = os.environ.get("HOLDFAST_JOB", "ray")
     holdfast.integrations.ray.start(job)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         trainer = TorchTrainer(

@@ -67,6 +67,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         self._memory = memory = Memory(job, ".deepspeed", arena, start=start, protect=protect, deadline_s=deadline_s)
         self._saving: dict[str, Any] = {}
         self._files: dict[str, Holder] = {}
+        self._placeholders: list[Path] = []
         coords, inventories = memory.find()
         plan = plan_restore(inventories, coords)
         memory.begin()
@@ -113,7 +114,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         if holder is None:
             raise ConfigError(
                 f"{path} is not in the checkpoint that job {self._memory.job!r} has in memory, which has "
-                f"{sorted(self._files) or 'no files'}; only the newest is kept"
+                f"{sorted(self._files) or 'no files'}; only the newest is kept. To begin anew remove the file `latest`"
             )
         with RemoteShard(holder.address, self._memory.job, holder.coord) as shard:
             form = shard.read_format()
@@ -126,7 +127,11 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         return False
 
     def close(self, *, keep: bool = True) -> None:
-        """Disconnect from the SMP. ``keep=False`` also gives up the checkpoint and ends the SMPs: a collective call."""
+        """Disconnect from the SMP. ``keep=False`` also gives up the checkpoint, with the files that stand for it, and
+        ends the SMPs: a collective call."""
+        if not keep:
+            for path in self._placeholders:
+                path.unlink(missing_ok=True)
         self._memory.close(keep=keep)
 
     def _share(self, record: Mapping[str, Any]) -> None:
@@ -140,6 +145,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         texts = dict.fromkeys(self._files, f"in memory, under holdfast's job {memory.job}\n")
         texts |= {latest[0]: latest[1] for _, _, _, latest in everyone if latest}
         if memory.is_first_of_node:
+            self._placeholders = [Path(path) for path in texts]
             for path, text in texts.items():
                 _put(Path(path), text)
         memory.agreement.everywhere()

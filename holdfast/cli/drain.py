@@ -108,8 +108,8 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
             overview.check_let_in()
         check_readable(parsed.job, parsed.arena)
         known = ", ".join(sorted({name for overview in found for name in _names(overview)}))
-        there = f"there are {known}: name one of these" if known else "there is no job: name an SMP of yours"
-        raise NotFound(f"no job on this machine has a node {parsed.node!r}: {there}, or say --at HOST:PORT")
+        there = f"there are {known}: name one of these, or" if known else "there is no job:"
+        raise NotFound(f"no job on this machine has a node {parsed.node!r}: {there} say --at HOST:PORT")
     return having[0]
 
 

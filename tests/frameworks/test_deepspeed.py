@@ -69,7 +69,9 @@ def test_a_job_that_is_started_again_goes_on_bit_for_bit(
     (lost,) = [leftover for leftover in find_leftovers(arena) if leftover.path.parent.name == "node1"]
     remove(lost)
     shutil.rmtree(arena / "node1")
+    assert list(arena.glob("*/files/latest"))
     rest, again = run(launcher, arena, keep=False, **kind)
+    assert not list(arena.glob("*/files/latest")), "it names a checkpoint that is gone"
     assert {step for _, step in first} == {0, 1, 2}
     assert {step for _, step in rest} == {3, 4, 5}
     assert first | rest == losses
