@@ -396,7 +396,7 @@ LOG = Setting(
 THE_SMP = Section(
     "The SMP",
     "Read by whatever starts an SMP: the first trainer of a node, or `holdfast smp start`, whose options of the "
-    "same names take precedence.",
+    "same names take precedence. An SMP that runs keeps what it was started with: `holdfast smp stop` ends it first.",
     options=True,
 )
 HOST = Setting(
