@@ -1,5 +1,5 @@
 # make help    this list
-# make demo    the main job, on a new machine with Python 3.11; sets everything up
+# make demo    the main job, on a new machine with Python 3.11 or later; sets everything up
 # make demo-torchrun   a job under three torchrun agents: a worker is killed, the others keep their processes, then a node is lost
 # make demo-ray   a job under Ray on three virtual nodes: an actor is killed, then a node is lost and replaced
 # make test    unit tests, and a test with real processes of each promise (tests/canaries.txt): six minutes on two cores
@@ -33,7 +33,7 @@
 # make frameworks   what test-rest, test-all and a few others need besides: Lightning, Hugging Face, Ray and more
 # make clean   delete the environments in .venv and .venv-peers
 
-PYTHON ?= python3.11
+PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
