@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from holdfast.snapshot.step.graphs import capturing
+from holdfast.snapshot.step.hooks import on_gradient
 
 STEPS_ON_DEVICES = 8
 """On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
@@ -61,10 +62,7 @@ class Gradients:
         self._seen: set[str] = set()
         self._count = 0
         self._watched = dict(first_trained(modules))
-        self._undo = [
-            parameter.register_hook(self._watch(name, parameter)).remove  # type: ignore[no-untyped-call]
-            for name, parameter in self._watched.items()
-        ]
+        self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._watched.items()]
 
     def stepped(self) -> None:
         """A step has ended."""

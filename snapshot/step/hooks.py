@@ -55,6 +55,15 @@ class Hooks(OrderedDict[int, Any]):
         return OrderedDict, (), None, None, iter(others)
 
 
+def on_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Call `call` with each gradient of a parameter before it is added. Returns what takes the hook off again.
+
+    A backward that runs in a compiled function must call it, not trace into it.
+    """
+    undo: Callable[[], None] = parameter.register_hook(torch.compiler.disable(call)).remove  # type: ignore[no-untyped-call]
+    return undo
+
+
 DICTS = ("_forward_pre_hooks", "_forward_hooks")
 
 

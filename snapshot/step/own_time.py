@@ -10,6 +10,7 @@ import torch
 
 from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 from holdfast.snapshot.step.gradients import first_trained
+from holdfast.snapshot.step.hooks import on_gradient
 
 STEPS_KEPT = 16
 """Over so many steps medians are taken: what happens now and then, such as an evaluation, makes nobody a straggler."""
@@ -35,7 +36,7 @@ class OwnTime:
         self._computed_s = self._read_s = 0.0
         self._kept: deque[Own] = deque(maxlen=STEPS_KEPT)
         self._undo = [
-            parameter.register_hook(self._computed).remove  # type: ignore[no-untyped-call]
+            on_gradient(parameter, self._computed)
             for _, parameter in first_trained(modules)
             if parameter.device.type == "cpu"
         ]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
 from holdfast.snapshot.step.gradients import KEPT, MOST_WITHOUT_A_STEP, MOST_ZEROED, NO_STEP, Gradients
+from holdfast.snapshot.step.own_time import OwnTime
 
 
 class Watched:
@@ -93,3 +97,27 @@ def test_where_gradients_are_added_up_elsewhere_nothing_is_said_of_them(watched:
         watched.backward()
         watched.gradients.stepped()
     assert watched.said == []
+
+
+def graphs_of_a_compiled_loop(model: torch.nn.Module) -> int:
+    """How many graphs torch.compile makes of two turns, each with two backwards in a compiled function."""
+    torch.compiler.reset()
+    counted = CompileCounter()
+
+    @torch.compile(backend=counted)
+    def accumulate(x: torch.Tensor) -> None:
+        for _ in range(2):
+            model(x).sum().backward()
+
+    for _ in range(2):
+        accumulate(torch.ones(1, 2))
+        model.zero_grad()
+    return int(counted.frame_count)
+
+
+def test_a_backward_in_a_compiled_function_does_not_trace_into_hooks(watched: Watched) -> None:
+    own_time = OwnTime([watched.model], time.monotonic, lambda: 0.0)
+    seen = graphs_of_a_compiled_loop(watched.model)
+    own_time.remove()
+    assert seen == graphs_of_a_compiled_loop(torch.nn.Linear(2, 1))
+    assert "monotonic" not in str(counters["graph_break"])
