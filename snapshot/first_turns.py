@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from weakref import WeakSet
 
 import torch
 
@@ -92,6 +93,9 @@ THROUGH_DATA = "go through data by `for batch in snap.data(loader)`"
 
 log = get_log(__name__)
 
+_at_work: WeakSet[Adapter] = WeakSet()
+"""The adapters of the hooks that this process has entered: what one of them captures, no other one misses."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checks:
@@ -144,8 +148,9 @@ class FirstTurns:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
         the hook for its step: call it once the hook knows its session."""
         restored, adapter = self._restored, self._adapter
+        _at_work.add(adapter)
         if self._checks.reading:
-            self._changing, self._carried = ChangingVariables(adapter), CarriedVariables(adapter)
+            self._changing, self._carried = ChangingVariables(_at_work), CarriedVariables(_at_work)
             self._variables.look(self._known_generators())
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
@@ -213,6 +218,7 @@ class FirstTurns:
 
     def stop_watching(self) -> None:
         """Stop watching the script."""
+        _at_work.discard(self._adapter)
         self._iterators.remove()
 
     def _name(self, found: Carries) -> None:
@@ -331,9 +337,9 @@ class FirstTurns:
 
     def _warn_of_what_was_read(self) -> None:
         """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
-        another."""
+        another. If there are several hooks, another one may have put the generators back."""
         made = all(type(data.source) in (list, tuple) for data in self._position.sources.values())
-        if made and self._checks.reading and (drawn := self.drawn()):
+        if made and len(_at_work) == 1 and self._checks.reading and (drawn := self.drawn()):
             log.warning(
                 "something drew from the random generators of %s between entering and the first step; if it read a "
                 "batch ahead, or shuffled data, that is not captured, and a restart will read other data: go through "

@@ -59,7 +59,8 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 _LEAVES = (*_PLAIN, *GENERATORS, bytearray, memoryview, type, types.ModuleType, torch.Tensor, np.ndarray, torch.dtype)
-_CODE = (types.FunctionType, types.MethodType, functools.partial)
+_BOUND = (types.MethodType, types.BuiltinMethodType, functools.partial)
+_CODE = (types.FunctionType, *_BOUND)
 
 Parts = Iterable[tuple[str, Any]]
 
@@ -154,19 +155,26 @@ def is_installed(package: str) -> bool:
 
 def is_users_own(value: Any) -> bool:
     """Whether an object, that is neither a model nor an optimizer, or a function comes from the user's own code."""
-    if isinstance(value, types.MethodType | functools.partial):
+    if isinstance(value, _BOUND):
         return True  # what it is made of is looked at one by one
     package = home_of(value)
     return not (package in LIBRARIES or is_installed(package) or is_captured_as_such(value))
 
 
+def is_code(value: Any) -> bool:
+    """Whether it is a function, a method, or a partial of these."""
+    return isinstance(value, _CODE)
+
+
 def referred(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The objects that a function refers to besides its arguments."""
+    """The objects that a function refers to besides its arguments, and the defaults of these."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f".{name}", cell.cell_contents
         except ValueError:
             continue  # the cell is still empty
+    yield from ((f".{place}", part) for place, part in enumerate(function.__defaults__ or ()))
+    yield from ((f".{name}", part) for name, part in (function.__kwdefaults__ or {}).items())
     known = function.__globals__
     yield from ((f".{name}", known[name]) for name in _global_names(function.__code__) if name in known)
 
@@ -251,6 +259,8 @@ def _referred(value: Any) -> Parts:
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     if isinstance(value, types.MethodType):
         return [(".__self__", value.__self__), (".__func__", value.__func__)]
+    if isinstance(value, types.BuiltinMethodType):
+        return [(".__self__", value.__self__)]
     return referred(value) if package_of(value.__module__) not in LIBRARIES else ()
 
 

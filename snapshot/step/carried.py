@@ -31,7 +31,7 @@ import torch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.walk import is_users_own, package_of
+from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, package_of, walk
 from holdfast.snapshot.step.variables import is_users_frame, users_frames
 
 log = get_log(__name__)
@@ -517,11 +517,11 @@ class CarriedVariables:
     their variables have values. Used by the training thread.
 
     Args:
-        adapter: what is captured.
+        adapters: of the hooks that this process has entered.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        self._adapters = adapters
         self._begun = 0
         self._at: dict[CodeType, int] = {}  # where functions were as the second step began
 
@@ -544,7 +544,7 @@ class CarriedVariables:
 
     def _look(self, at: Mapping[CodeType, int]) -> Carries:
         found, frames = Carries(), {frame.f_code: frame for frame in users_frames()}
-        named = Named(self._adapter)
+        named = Named(self._adapters)
         for code, frame in frames.items():
             if (function := function_of(code, frame.f_globals)) is not None:
                 line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
@@ -675,18 +675,17 @@ def _entry(owner: Any, key: Any) -> Any:
 
 
 class Named:
-    """What is captured, or is no state."""
+    """What is captured, or is no state. `adapters`: of the hooks that this process has entered."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._memory = adapter.captured
-        named = adapter.named()
-        held = [*adapter.schedules, *(each for root in named for each in (root, getattr(root, "__self__", root)))]
-        self._objects = set(map(id, held))
-        self._names: set[str] = set()
-        for each in named:
-            code = getattr(each, "__code__", None)
-            if code is not None:
-                self._names.update(code.co_freevars, code.co_names)
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        adapters = list(adapters)
+        self._memory = {held for each in adapters for held in each.captured}
+        named = [("", root) for each in adapters for root in each.named()]
+        found = [value for _, value, _ in walk(named, is_code, code=True)]
+        codes = [each.__code__ for each in found if isinstance(each, FunctionType) and is_users_own(each)]
+        self._names = {name for code in codes for name in (*code.co_freevars, *code.co_names)}
+        self._kept = [*(schedule for each in adapters for schedule in each.schedules), *found]
+        self._objects = {id(each) for each in self._kept if not is_plain(each)}  # a small number is everybody's
 
     def is_foreign(self, value: Any) -> bool:
         """Whether a value is a module that nothing captures."""

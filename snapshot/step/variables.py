@@ -91,10 +91,13 @@ class ChangingVariables:
     """Finds modules, tensors and arrays in variables that steps change in place, and lists of such that grow, if nobody
     captures them: averages of weights, queues, experience. What is assigned anew in each step, as a batch is, does not
     count, nor do numbers. Used by the training thread.
+
+    Args:
+        adapters: of the hooks that this process has entered.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        self._adapters = adapters
         self._changing = Changing(self._samples, patience=2)
         self._looks = 0
         self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # numbers that are not reused
@@ -110,8 +113,8 @@ class ChangingVariables:
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
         self._looks += 1
-        if not self._adapter.captured:
-            return  # the first step has not ended: there is no layout yet
+        if not all(each.captured for each in self._adapters):
+            return  # a first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
         for path, value, holder in walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST):
@@ -130,10 +133,12 @@ class ChangingVariables:
 
     def _known(self) -> set[int]:
         """What is captured: `memory_of` tensors, and of what leads to them."""
-        named = walk([("", each) for each in self._adapter.named()], lambda value: True, code=True, most=MOST)
-        reached = [value for _, value, _ in named]
-        modules = (part for module in self._adapter.modules() for part in module.modules())
-        return {*self._adapter.captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
+        adapters = list(self._adapters)
+        named = [("", root) for each in adapters for root in each.named()]
+        reached = [value for _, value, _ in walk(named, lambda value: True, code=True, most=MOST)]
+        modules = [part for each in adapters for module in each.modules() for part in module.modules()]
+        captured = (held for each in adapters for held in each.captured)
+        return {*captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
 
 
 def _line(name: str, is_module: bool) -> str:

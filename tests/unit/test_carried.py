@@ -40,7 +40,7 @@ class Hook:
 def flow(function: ast.FunctionDef, line: int, values: dict[str, Any], adapter: TorchAdapter) -> Carries:
     """What a function carries whose turns are the loops around a line."""
     adapter.verify()  # notes what is captured
-    return Flow(function, loops_at(function, line), True, RunningValues(values), Named(adapter), {}).found
+    return Flow(function, loops_at(function, line), True, RunningValues(values), Named([adapter]), {}).found
 
 
 def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) -> Carries:
