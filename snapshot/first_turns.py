@@ -33,7 +33,7 @@ from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for
+from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for, lines_for_iterators
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables
@@ -70,8 +70,8 @@ CARRIED = (
     "attributes, and name these before entering, as by %s"
 )
 READS_ON = (
-    "%s: an iterator that steps read on from, and that a restart begins anew: give the hook a function that makes it, "
-    "and read on from what you get, as by %s"
+    "%s: an iterator that steps read on from, and that a restart begins anew: give the hook the loader, or a function "
+    "that makes the iterator, and read on from what you get, as by %s"
 )
 COUNTS = (
     "the loop at line %s counts from its beginning again after a restart, so that it makes more turns than it should: "
@@ -89,7 +89,7 @@ CHANGED = (
     "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
     "refused: do that before entering, or only `if snap.step == 0:`"
 )
-THROUGH_DATA = "go through data by `for batch in snap.data(loader)`"
+THROUGH_DATA = "go through data by `for batch in snap.data(loader)`, or read on from `iter(snap.data(loader))`"
 
 log = get_log(__name__)
 
@@ -188,11 +188,11 @@ class FirstTurns:
         self._variables.note()
 
     def step_begins(self) -> None:
-        """A step has begun. Raises as `check_script`."""
+        """A step has begun. Raises `ConfigError`, see `check_script`."""
         changed = self._unstepped is not None and self._unstepped.step_begins()
         if changed and self._checks.reading and not self.asked_for_step:
             log.warning(CHANGED)
-        self.check_script()
+        self._check_iterators()
         self._iterators.begin()
         if self._carried is not None:
             self._carried.step_begins()
@@ -200,7 +200,7 @@ class FirstTurns:
             log.warning(CHANGES, some([name for name, _ in found]), some([line for _, line in found]))
 
     def check_script(self) -> None:
-        """A step begins, or is about to end: name what a restart would begin anew, as soon as it is seen.
+        """A step is about to end: name what a restart would begin anew, as soon as it is seen.
 
         Raises:
             ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself; or its
@@ -208,6 +208,10 @@ class FirstTurns:
         """
         if self._carried is not None and (found := self._carried.look()) is not None and not found.skips:
             self._name(found)
+        self._check_iterators()
+
+    def _check_iterators(self) -> None:
+        """Raises `ConfigError`, see `check_script`."""
         for kept in self._iterators.kept() if self._checks.reading else ():
             if not kept.trains:
                 log.warning(EVALUATED_ON, kept.where)
@@ -234,10 +238,7 @@ class FirstTurns:
             log.warning(CARRIED, some(names), some(lines_for(found)))
         if found.iterators:
             names = [f"{name} (line {line})" for name, line in found.iterators.items()]
-            lines = [
-                f'{path} = iter(snap.data(lambda: ..., name="{path.rpartition(".")[2]}"))' for path in found.iterators
-            ]
-            log.warning(READS_ON, some(names), some(lines))
+            log.warning(READS_ON, some(names), some(lines_for_iterators(found)))
 
     def _known_generators(self) -> set[int]:
         known = [self._adapter.generators(), *(data.generators for data in self._position.sources.values())]
@@ -329,6 +330,8 @@ class FirstTurns:
     def stepped(self) -> None:
         """An optimizer has stepped: later forwards are not compared."""
         self._inputs = self._unstepped = None
+        if self._carried is not None:
+            self._carried.stepped()
 
     def came_round(self) -> None:
         """A turn of a loop that declares has ended, and no optimizer has stepped in it. Raises as `Unstepped.look`."""

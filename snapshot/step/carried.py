@@ -21,12 +21,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from tokenize import TokenError
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.tensors import memory_of
@@ -35,9 +37,6 @@ from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, packag
 from holdfast.snapshot.step.variables import is_users_frame, users_frames
 
 log = get_log(__name__)
-
-LOOKS_AT = 2
-"""The step in which `CarriedVariables` looks."""
 
 DEEPEST = 2
 """How many calls a helper is followed into."""
@@ -86,7 +85,8 @@ class Carries:
 
     Attributes:
         carried: the variables from which an earlier turn's value reaches a step, with the first line that assigns each.
-        iterators: as `carried`, iterators that steps read on from; `Flow` has them in `carried`.
+        iterators: as `carried`, iterators that steps read on from, as ``name[i]`` those in containers; `Flow` has them
+            in `carried`.
         updated: modules that a turn updates, and that are not captured, with the line.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
@@ -146,17 +146,45 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
     for top in nodes:
         parts = [top, *parts_of(top)]
         bound = _bound_in(parts)
+        held = dict(chain.from_iterable(map(_taken_by, parts)))
         for each in parts:
-            path = ""
             if each in bound:
                 continue
             if isinstance(each, ast.Name | ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
-                path = _innermost_path(each)
-            elif isinstance(each, ast.Call):
-                path = path_of(changed) if (changed := _changed_by(each)) is not None else ""
-            if path:
+                paths = [_innermost_path(each)]
+            elif isinstance(each, ast.Call) and (changed := _changed_by(each)) is not None:
+                paths = [_innermost_path(changed)]
+                while (holder := held.get(paths[-1], "")) not in ("", *paths):
+                    paths.append(holder)
+            else:
+                continue
+            for path in filter(None, paths):
                 found.setdefault(path, getattr(each, "lineno", 0))
     return found
+
+
+def _taken_by(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The variables that a statement gives a part of something, with the path of that: to change one changes it."""
+    if isinstance(node, ast.For | ast.AsyncFor):
+        yield from _elements(node.target, node.iter)
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _elements(target, node.value)
+
+
+def _elements(target: ast.expr, whole: ast.expr) -> Iterator[tuple[str, str]]:
+    match target, whole:
+        case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=wholes):
+            for part, each in zip(parts, wholes, strict=False):
+                yield from _elements(part, each)
+        case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[each, *_]):
+            yield from _elements(part, each)
+        case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=each, attr="items")):
+            yield from _elements(part, each)
+        case _, ast.Call(func=ast.Attribute(value=each, attr="values")):
+            yield from _elements(target, each)
+        case ast.Name(), ast.Name() | ast.Attribute() | ast.Subscript():
+            yield target.id, _innermost_path(whole)
 
 
 def called_in(nodes: Iterable[ast.AST]) -> list[str]:
@@ -522,14 +550,17 @@ class CarriedVariables:
 
     def __init__(self, adapters: Iterable[Adapter]) -> None:
         self._adapters = adapters
-        self._begun = 0
+        self._steps = 0
         self._at: dict[CodeType, int] = {}  # where functions were as the second step began
 
     def step_begins(self) -> None:
-        """A step begins."""
-        self._begun += 1
-        if self._begun == LOOKS_AT:
+        """A step begins, maybe once more: each batch begins one, and some turns read several."""
+        if self._steps == 1 and not self._at:
             self._at = {frame.f_code: frame.f_lineno for frame in users_frames()}
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        self._steps += 1
 
     def look(self) -> Carries | None:
         """A step is about to end. Returns what was found, once; None: this is not the time."""
@@ -550,8 +581,9 @@ class CarriedVariables:
                 line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
                 within = _enters(function, values, frame.f_lineno if line is None else line)
                 one = _look_into(function, frame.f_lineno, line, within, named, values)
-                read_on = [path for path in one.carried if _reads_on(values.of(path))]
-                found.iterators |= {path: one.carried.pop(path) for path in read_on}
+                for path in [path for path in one.carried if _reads_on(values.of(path))]:
+                    several = isinstance(values.of(path), PLAIN)
+                    found.iterators[f"{path}[i]" if several else path] = one.carried.pop(path)
                 found.carried = one.carried | found.carried
                 found.updated = one.updated | found.updated
                 found.counts |= one.counts
@@ -618,7 +650,9 @@ def lines_for(found: Carries) -> list[str]:
     loose = [path for path in found.carried if root_of(path) == path]
     if loose:
         kept = ", ".join(f'"{path}": {path}' for path in loose)
-        lines[f'kept = {{{kept}}}; snap.track("kept", get=lambda: dict(kept), set=kept.update)'] = None
+        used = ", ".join(f'kept["{path}"] for {path}' for path in loose)
+        line = f'kept = {{{kept}}}; snap.track("kept", get=lambda: dict(kept), set=kept.update)'
+        lines[f"{line}, with {used} in the loop"] = None
     for path in found.carried.keys() - set(loose):
         owner, _, name = path.rpartition(".")
         if owner and "[" not in name:
@@ -629,6 +663,13 @@ def lines_for(found: Carries) -> list[str]:
             name = owner.rpartition(".")[2]
             lines[f'snap.track("{name}", get=lambda: dict({owner}), set={owner}.update)'] = None
     return sorted(lines)
+
+
+def lines_for_iterators(found: Carries) -> list[str]:
+    """The lines that make what is read on from go on after a restart."""
+    names = [(path, path.rpartition(".")[2]) for path in found.iterators]
+    texts = [(path, f'f"{name[:-3]}{{i}}"' if name.endswith("[i]") else f'"{name}"') for path, name in names]
+    return [f"{path} = iter(snap.data(lambda: ..., name={text}))" for path, text in texts]
 
 
 class RunningValues:
@@ -710,8 +751,17 @@ class Named:
 
 
 def _reads_on(value: Any) -> bool:
-    """Whether a value is an iterator that knows its place: one of Python's own, or a generator of the user's that loops
-    over something or counts. One that only draws from torch finds its place again."""
+    """Whether a value is an iterator that knows its place, or a container of such."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(each, _BaseDataLoaderIter) or _knows_its_place(each) for each in value)
+    return _knows_its_place(value)  # a loader's is told by whoever watches these
+
+
+def _knows_its_place(value: Any) -> bool:
+    """Whether a value is one of Python's own iterators, or a generator of the user's that loops over something or
+    counts. One that only draws from torch finds its place again."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         if frame is None or not is_users_frame(frame):

@@ -296,6 +296,47 @@ def test_iterators_that_know_their_place_are_named_with_a_line_for_each(caplog: 
     assert not any(f"{name} (line" in line for name in ("noise", "kept"))
 
 
+def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    cycles, by_name = [itertools.cycle([1.0, 2.0, 3.0])], {"b": itertools.cycle([1.0, 2.0])}
+    kept = [iter(snap.data(lambda: itertools.cycle([1.0, 2.0, 3.0]), name="kept"))]
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        scale = 1.0
+        for cycle, known in zip(cycles, kept, strict=True):
+            scale *= next(cycle) * next(known)
+        taken = by_name["b"]
+        scale *= next(taken)
+        (job.model(torch.randn(2, 4)).sum() * scale).backward()
+        yield
+        job.optim.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_iterators_in_containers_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
+    life(from_a_list, Job(), None)
+    (line,) = [each.getMessage() for each in caplog.records if "iterator" in each.getMessage()]
+    assert "cycles[i] = iter(snap.data(" in line and "by_name['b'] = iter(snap.data(" in line and "kept[i]" not in line
+    assert "carries from turn to turn" not in caplog.text
+
+
+def with_two_sources(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """Each batch begins a step anew, within a turn, and in a loop of its own."""
+    reads = [iter(snap.data(lambda: itertools.repeat(1.0), name=name)) for name in ("a", "b")]
+    for _ in snap.steps(STEPS):
+        loss: Any = 0.0
+        for i in range(2):
+            loss = loss + job.model(torch.randn(2, 4)).sum() * next(reads[i])
+        loss.backward()
+        yield
+        job.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_loop_within_a_turn_carries_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert said(with_two_sources, caplog) == []
+    assert "counts from its beginning" not in caplog.text
+
+
 @pytest.mark.usefixtures("arena")
 def test_objects_whose_methods_are_called_are_looked_into(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = said(with_helpers, caplog)
@@ -366,6 +407,12 @@ def test_what_helpers_call_is_looked_into(caplog: pytest.LogCaptureFixture) -> N
 def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     (line,) = said(loop, caplog)
     assert "warmth (line" in line and 'kept = {"warmth": warmth}' in line
+
+
+@pytest.mark.usefixtures("arena")
+def test_the_loop_is_told_to_use_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(annealed, caplog)
+    assert 'kept["warmth"] for warmth' in line
 
 
 @pytest.mark.usefixtures("arena")
