@@ -36,7 +36,7 @@ from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for, lines_for_iterators
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
-from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables
+from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables, feeding
 
 UNSTEPPED_TURNS = 2
 """So many turns at the beginning may change parameters without an optimizer's step. Gradients that are accumulated
@@ -70,8 +70,13 @@ CARRIED = (
     "attributes, and name these before entering, as by %s"
 )
 READS_ON = (
-    "%s: an iterator that steps read on from, and that a restart begins anew: give the hook the loader, or a function "
-    "that makes the iterator, and read on from what you get, as by %s"
+    "%s: steps read on from it, and a restart begins it anew: give the hook the loader, or a function that makes such "
+    "an iterator, with whatever fills it, and read on from what you get, as by %s"
+)
+FEEDING = (
+    "threads put something into a queue beside the loop (%s). If steps are fed from it, a restart begins it anew, at "
+    "other batches: start the thread in a function that gives the batches of a pass, and go through it by "
+    "`for batch in snap.data(function)`"
 )
 COUNTS = (
     "the loop at line %s counts from its beginning again after a restart, so that it makes more turns than it should: "
@@ -239,6 +244,8 @@ class FirstTurns:
         if found.iterators:
             names = [f"{name} (line {line})" for name, line in found.iterators.items()]
             log.warning(READS_ON, some(names), some(lines_for_iterators(found)))
+        elif not self._position.sources and (threads := feeding()):
+            log.warning(FEEDING, some(threads))
 
     def _known_generators(self) -> set[int]:
         known = [self._adapter.generators(), *(data.generators for data in self._position.sources.values())]

@@ -16,9 +16,12 @@ import ast
 import dis
 import inspect
 import linecache
+import multiprocessing.queues
+import queue
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -43,6 +46,9 @@ DEEPEST = 2
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
 """Types of values that may be state. Those of other objects are looked at where they change."""
+
+FED = (queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, Future)
+"""Types of what other threads and processes leave something in for a step."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
@@ -422,6 +428,9 @@ class Flow:
                 value = self._value_of(path)
                 if _is_ours(value):
                     found |= KNOWN_TO_US
+                elif isinstance(value, FED):
+                    self._lines.setdefault(path, getattr(each, "lineno", 0))
+                    found.add(path)
                 elif isinstance(value, FunctionType | MethodType):
                     found |= self._read_by(path, value)
         return frozenset(found)
@@ -760,15 +769,16 @@ def _reads_on(value: Any) -> bool:
 
 
 def _knows_its_place(value: Any) -> bool:
-    """Whether a value is one of Python's own iterators, or a generator of the user's that loops over something or
-    counts. One that only draws from torch finds its place again."""
+    """Whether a value is one of Python's own iterators, a generator of the user's that loops over something or counts,
+    or what others fill ahead. A generator that only draws from torch finds its place again."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         if frame is None or not is_users_frame(frame):
             return False
         function = function_of(value.gi_code, frame.f_globals)
         return function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    python = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    return python or isinstance(value, FED)
 
 
 def _is_ours(value: Any) -> bool:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from queue import Queue
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,11 +48,29 @@ def is_users_frame(frame: FrameType) -> bool:
 
 def users_frames() -> Iterator[FrameType]:
     """The user's functions that are running, from the innermost outwards."""
-    frame: FrameType | None = sys._getframe(1)
+    return filter(is_users_frame, _outwards(sys._getframe(1)))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        if is_users_frame(frame):
-            yield frame
+        yield frame
         frame = frame.f_back
+
+
+def feeding() -> list[str]:
+    """The names of other threads that put something into a queue: of the user's own code, or waiting for room in one.
+    Neither torch's own, which belong to a loader, nor ours."""
+    frames = sys._current_frames()
+    threads = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    return [each.name for each in threads if each.ident in frames and _puts(frames[each.ident])]
+
+
+def _puts(inner: FrameType) -> bool:
+    frames = list(_outwards(inner))
+    if any(each.f_globals.get("__name__", "").partition(".")[0] in ("holdfast", "torch") for each in frames):
+        return False
+    waits = any(each.f_code is Queue.put.__code__ for each in frames)
+    return waits or any(is_users_frame(each) and "put" in each.f_code.co_names for each in frames)
 
 
 def generators_in_variables(but: Collection[int]) -> dict[str, Any]:

@@ -6,8 +6,11 @@ import ast
 import inspect
 import itertools
 import logging
+import queue
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -19,6 +22,7 @@ from holdfast import InMemorySnapshot
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.step.carried import Carries, Flow, Named, RunningValues, function_of, loops_at
+from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 
 SET_UP = """
@@ -291,9 +295,93 @@ def with_iterators(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 @pytest.mark.usefixtures("arena")
 def test_iterators_that_know_their_place_are_named_with_a_line_for_each(caplog: pytest.LogCaptureFixture) -> None:
     life(with_iterators, Job(), None)
-    (line,) = [each.getMessage() for each in caplog.records if "iterator" in each.getMessage()]
+    (line,) = [each.getMessage() for each in caplog.records if "read on from" in each.getMessage()]
     assert all(f"{name} (line" in line and f'name="{name}"' in line for name in ("scales", "counted"))
     assert not any(f"{name} (line" in line for name in ("noise", "kept"))
+
+
+class Reader:
+    """Reads ahead in a thread of its own, which waits for room most of the time."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[float] = queue.Queue(1)
+        self.thread = threading.Thread(target=self._fill, name="reads ahead")
+        self.thread.start()
+
+    def _fill(self) -> None:
+        for number in range(STEPS + 1):
+            self.queue.put(float(number))
+
+    def __next__(self) -> float:
+        return self.queue.get(timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        next(self)
+        self.thread.join(DEADLINE_S)
+
+
+def fed_by_an_object(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    reader = Reader()
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        (job.model(torch.randn(2, 4)).sum() * reader.__next__()).backward()
+        yield
+        job.optim.step()
+    reader.close()
+
+
+def fed_by_a_queue(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    numbers: queue.Queue[float] = queue.Queue()
+    for number in range(STEPS):
+        numbers.put(float(number))
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        (job.model(torch.randn(2, 4)).sum() * numbers.get()).backward()
+        yield
+        job.optim.step()
+
+
+def read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    numbers = itertools.count()
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(lambda: next(numbers))
+        for _ in snap.steps(STEPS):
+            job.optim.zero_grad()
+            number = ahead.result(DEADLINE_S)
+            ahead = pool.submit(lambda: next(numbers))
+            (job.model(torch.randn(2, 4)).sum() * number).backward()
+            yield
+            job.optim.step()
+
+
+def logged_by_a_thread(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    losses: queue.Queue[float] = queue.Queue()
+    thread = threading.Thread(target=lambda: [losses.get() for _ in range(STEPS)])
+    thread.start()
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        loss = job.model(torch.randn(2, 4)).sum()
+        loss.backward()
+        yield
+        job.optim.step()
+        losses.put(loss.item())
+    thread.join(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize(
+    ("loop", "named"),
+    [
+        (fed_by_an_object, "beside the loop (reads ahead)"),
+        (fed_by_a_queue, "numbers = iter(snap.data("),
+        (read_ahead, "ahead = iter(snap.data("),
+        (logged_by_a_thread, ""),
+    ],
+)
+def test_what_threads_feed_steps_with_is_named(loop: Loop, named: str, caplog: pytest.LogCaptureFixture) -> None:
+    life(loop, Job(), None)
+    lines = [each for each in map(logging.LogRecord.getMessage, caplog.records) if "a restart begins it anew" in each]
+    assert len(lines) == bool(named) and named in "".join(lines)
 
 
 def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -314,7 +402,7 @@ def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 @pytest.mark.usefixtures("arena")
 def test_iterators_in_containers_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
     life(from_a_list, Job(), None)
-    (line,) = [each.getMessage() for each in caplog.records if "iterator" in each.getMessage()]
+    (line,) = [each.getMessage() for each in caplog.records if "read on from" in each.getMessage()]
     assert "cycles[i] = iter(snap.data(" in line and "by_name['b'] = iter(snap.data(" in line and "kept[i]" not in line
     assert "carries from turn to turn" not in caplog.text
 
