@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from weakref import WeakSet
+from threading import get_ident
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -94,12 +95,18 @@ CHANGED = (
     "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
     "refused: do that before entering, or only `if snap.step == 0:`"
 )
+TOGETHER = (
+    "another hook is entered already. After a restart each goes on from a snapshot of its own, which may be of another "
+    "step: if one loop trains what both were given, give it all to one hook, InMemorySnapshot([model, other], [optim, "
+    "other_optim])"
+)
 THROUGH_DATA = "go through data by `for batch in snap.data(loader)`, or read on from `iter(snap.data(loader))`"
 
 log = get_log(__name__)
 
-_at_work: WeakSet[Adapter] = WeakSet()
-"""The adapters of the hooks that this process has entered: what one of them captures, no other one misses."""
+_at_work: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+"""The adapters of the hooks that this process has entered: what one of them captures, no other one misses. With the
+thread that has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,9 @@ class FirstTurns:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
         the hook for its step: call it once the hook knows its session."""
         restored, adapter = self._restored, self._adapter
-        _at_work.add(adapter)
+        if get_ident() in _at_work.values():
+            log.warning(TOGETHER)
+        _at_work[adapter] = get_ident()
         if self._checks.reading:
             self._changing, self._carried = ChangingVariables(_at_work), CarriedVariables(_at_work)
             self._variables.look(self._known_generators())
@@ -227,7 +236,7 @@ class FirstTurns:
 
     def stop_watching(self) -> None:
         """Stop watching the script."""
-        _at_work.discard(self._adapter)
+        _at_work.pop(self._adapter, None)
         self._iterators.remove()
 
     def _name(self, found: Carries) -> None:

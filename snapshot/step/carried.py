@@ -632,6 +632,8 @@ def _look_into(
     paths = [*called_in(turns), *sources]
     helpers = {path: each for path in paths if (each := helper_of(path, values)) is not None}
     found = Flow(function, turns, reads, values, named, helpers).found
+    hooks = chain.from_iterable(_hooks_of(path, values) for path in paths)
+    helpers |= {f"<hook {i}>": each for i, each in enumerate(hooks)}
     for called, helper in helpers.items():
         for path, line in _carried_by(helper, named, gives=called in sources).items():
             if not named.has(values, path, values.of(path)):
@@ -668,9 +670,13 @@ def lines_for(found: Carries) -> list[str]:
             put = f'lambda value: setattr({owner}, "{name}", value)'
             lines[f'snap.track("{name}", get=lambda: {path}, set={put})'] = None
         else:
-            owner = path.rpartition("[")[0]
+            owner, _, key = path.rpartition("[")
             name = owner.rpartition(".")[2]
-            lines[f'snap.track("{name}", get=lambda: dict({owner}), set={owner}.update)'] = None
+            if key.removesuffix("]").isdecimal():
+                line = f"get=lambda: list({owner}), set=lambda values: {owner}.__setitem__(slice(None), values)"
+            else:
+                line = f"get=lambda: dict({owner}), set={owner}.update"
+            lines[f'snap.track("{name}", {line})'] = None
     return sorted(lines)
 
 
@@ -862,6 +868,20 @@ def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helpe
     if not isinstance(called, FunctionType | MethodType | type) and callable(called):
         method = inspect.getattr_static(type(called), "__call__")
         called, owner = (MethodType(method, called) if isinstance(method, FunctionType) else MISSING), path
+    return _helper(called, owner, deepest)
+
+
+def _hooks_of(path: str, values: RunningValues) -> Iterator[Helper]:
+    """The functions of the user's own that an optimizer calls around its step, if a path calls that."""
+    owner, _, name = path.rpartition(".")
+    optimizer = values.of(owner)
+    if name == "step" and isinstance(optimizer, torch.optim.Optimizer):
+        for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+            if (helper := _helper(hook, "", DEEPEST)) is not None:
+                yield helper
+
+
+def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
     held = called.__self__ if isinstance(called, MethodType) else None
     inner = called.__func__ if isinstance(called, MethodType) else called
     trains = isinstance(held, torch.nn.Module | torch.optim.Optimizer) or _is_ours(held)
@@ -875,9 +895,9 @@ def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helpe
     arguments = function.args.posonlyargs + function.args.args
     itself = arguments[0].arg if held is not None and arguments else ""
     names |= {itself: held} if itself else {}
-    inner = RunningValues(names)
+    known = RunningValues(names)
     within = called_in(function.body) if deepest else []
-    calls = {path: each for path in within if (each := helper_of(path, inner, deepest - 1)) is not None}
+    calls = {path: each for path in within if (each := helper_of(path, known, deepest - 1)) is not None}
     return Helper(function, names, owner if itself else "", itself, calls)
 
 

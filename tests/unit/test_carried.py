@@ -300,6 +300,33 @@ def test_iterators_that_know_their_place_are_named_with_a_line_for_each(caplog: 
     assert not any(f"{name} (line" in line for name in ("noise", "kept"))
 
 
+def with_hooks_on_a_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    turns, logged = [0], [0]
+
+    def warm(optim: torch.optim.Optimizer, *_: object) -> None:
+        turns[0] += 1
+        for group in optim.param_groups:
+            group["lr"] = 0.01 * turns[0]
+
+    def log(*_: object) -> None:
+        logged[0] += 1
+
+    job.optim.register_step_pre_hook(warm)
+    job.optim.register_step_post_hook(log)
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        job.model(torch.randn(2, 4)).sum().backward()
+        yield
+        job.optim.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_hooks_on_an_optimizer_are_looked_into(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_hooks_on_a_step, caplog)
+    assert "turns[0] (line" in line and "get=lambda: list(turns), set=lambda values: turns." in line
+    assert "logged" not in line
+
+
 class Reader:
     """Reads ahead in a thread of its own, which waits for room most of the time."""
 

@@ -57,7 +57,8 @@ def test_a_leaf_has_the_length_that_its_tensor_has(dtype: torch.dtype) -> None:
 
 
 def test_every_dtype_of_a_slot_has_one_dtype_of_torch() -> None:
-    assert sorted(DTYPES.values()) == sorted(DTYPE_BYTES)
+    since_2_7 = set() if hasattr(torch, "float8_e8m0fnu") else {"F8_E8M0"}
+    assert sorted(DTYPES.values()) == sorted(DTYPE_BYTES.keys() - since_2_7)
 
 
 class Wrapped(torch.Tensor):
