@@ -91,6 +91,11 @@ PASSES = (
     "a loop begins at snap.epoch, which counts passes over data that is read by `for batch in snap.data(loader)`, and "
     "this loop reads none so: after a restart it would be 0. Count steps: `for step in snap.steps(n)`"
 )
+UNCOUNTED = (
+    "another pass over data has begun, and the script has asked for neither snap.epoch nor snap.step. If it counts "
+    "passes or steps by itself, a restart begins that count anew, and makes more of them than it should: write "
+    '`for epoch in range(snap.epoch, epochs)`, or give what counts, as by extra={"trainer": trainer}'
+)
 CHANGED = (
     "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
     "refused: do that before entering, or only `if snap.step == 0:`"
@@ -151,6 +156,7 @@ class FirstTurns:
         self._rehearsal: Rehearsal | None = None
         self._unstepped: Unstepped | None = None
         self._was_marked = False
+        self._counts_are_told = not checks.reading
         self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
         self._variables = Variables(restored.loop.get("variables", {}))
         self._changing: ChangingVariables | None = None
@@ -207,6 +213,7 @@ class FirstTurns:
         if changed and self._checks.reading and not self.asked_for_step:
             log.warning(CHANGED)
         self._check_iterators()
+        self._check_passes()
         self._iterators.begin()
         if self._carried is not None:
             self._carried.step_begins()
@@ -234,6 +241,15 @@ class FirstTurns:
             else:
                 log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {THROUGH_DATA}", kept.where)
 
+    def _check_passes(self) -> None:
+        """Warn, once, if passes seem to be counted by what a restart begins anew."""
+        position, adapter = self._position, self._adapter
+        if self._counts_are_told or not position.sources or not position.epoch:
+            return
+        self._counts_are_told = True
+        if not self.asked and len(adapter.named()) == len(adapter.scalers()):
+            log.warning(UNCOUNTED)
+
     def stop_watching(self) -> None:
         """Stop watching the script."""
         _at_work.pop(self._adapter, None)
@@ -246,6 +262,7 @@ class FirstTurns:
                 raise ConfigError(wrong)
             log.warning("%s", wrong)
         if found.counts:
+            self._counts_are_told = True
             log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
         if found.carried or found.updated:
             names = [f"{name} (line {line})" for name, line in (found.carried | found.updated).items()]

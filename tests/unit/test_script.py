@@ -450,3 +450,20 @@ def test_passes_over_sources_with_names_of_their_own_are_counted(stop: int) -> N
                 job.step()
 
     assert trial(loop, stop=stop).statistics.failed == 0
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("kept", [False, True])
+def test_passes_that_nobody_has_asked_for_are_told_of_once(kept: bool, caplog: pytest.LogCaptureFixture) -> None:
+    job, passes = Job(), iter(range(3))
+    snap = job.hook()
+    if kept:
+        snap.track("passes", get=lambda: 0, set=lambda _: None)
+    with snap:
+        data = snap.data([torch.randn(6, 4), torch.randn(6, 4)])
+        while next(passes, None) is not None:
+            for batch in data:
+                job.model(batch).square().sum().backward()
+                job.step()
+    said = [text for text in warnings_of(caplog) if "another pass over data" in text]
+    assert len(said) == (not kept)
