@@ -111,7 +111,11 @@ log = get_log(__name__)
 
 _at_work: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 """The adapters of the hooks that this process has entered: what one of them captures, no other one misses. With the
-thread that has."""
+thread that has. Threads that are ranks of their own enter and leave at any time."""
+
+
+def _entered() -> list[Adapter]:
+    return [each for reference in _at_work.keyrefs() if (each := reference()) is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +170,11 @@ class FirstTurns:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
         the hook for its step: call it once the hook knows its session."""
         restored, adapter = self._restored, self._adapter
-        if get_ident() in _at_work.values():
+        if any(_at_work.get(each) == get_ident() for each in _entered()):
             log.warning(TOGETHER)
         _at_work[adapter] = get_ident()
         if self._checks.reading:
-            self._changing, self._carried = ChangingVariables(_at_work), CarriedVariables(_at_work)
+            self._changing, self._carried = ChangingVariables(_entered), CarriedVariables(_entered)
             self._variables.look(self._known_generators())
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
@@ -375,7 +379,7 @@ class FirstTurns:
         """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
         another. If there are several hooks, another one may have put the generators back."""
         made = all(type(data.source) in (list, tuple) for data in self._position.sources.values())
-        if made and len(_at_work) == 1 and self._checks.reading and (drawn := self.drawn()):
+        if made and len(_entered()) == 1 and self._checks.reading and (drawn := self.drawn()):
             log.warning(
                 "something drew from the random generators of %s between entering and the first step; if it read a "
                 "batch ahead, or shuffled data, that is not captured, and a restart will read other data: go through "

@@ -20,7 +20,7 @@ import multiprocessing.queues
 import queue
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -554,10 +554,10 @@ class CarriedVariables:
     their variables have values. Used by the training thread.
 
     Args:
-        adapters: of the hooks that this process has entered.
+        adapters: returns those of the hooks that this process has entered.
     """
 
-    def __init__(self, adapters: Iterable[Adapter]) -> None:
+    def __init__(self, adapters: Callable[[], Collection[Adapter]]) -> None:
         self._adapters = adapters
         self._steps = 0
         self._at: dict[CodeType, int] = {}  # where functions were as the second step began
@@ -584,7 +584,7 @@ class CarriedVariables:
 
     def _look(self, at: Mapping[CodeType, int]) -> Carries:
         found, frames = Carries(), {frame.f_code: frame for frame in users_frames()}
-        named = Named(self._adapters)
+        named = Named(self._adapters())
         for code, frame in frames.items():
             if (function := function_of(code, frame.f_globals)) is not None:
                 line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
@@ -733,8 +733,7 @@ def _entry(owner: Any, key: Any) -> Any:
 class Named:
     """What is captured, or is no state. `adapters`: of the hooks that this process has entered."""
 
-    def __init__(self, adapters: Iterable[Adapter]) -> None:
-        adapters = list(adapters)
+    def __init__(self, adapters: Collection[Adapter]) -> None:
         self._memory = {held for each in adapters for held in each.captured}
         named = [("", root) for each in adapters for root in each.named()]
         found = [value for _, value, _ in walk(named, is_code, code=True)]

@@ -112,10 +112,10 @@ class ChangingVariables:
     count, nor do numbers. Used by the training thread.
 
     Args:
-        adapters: of the hooks that this process has entered.
+        adapters: returns those of the hooks that this process has entered.
     """
 
-    def __init__(self, adapters: Iterable[Adapter]) -> None:
+    def __init__(self, adapters: Callable[[], Collection[Adapter]]) -> None:
         self._adapters = adapters
         self._changing = Changing(self._samples, patience=2)
         self._looks = 0
@@ -132,7 +132,7 @@ class ChangingVariables:
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
         self._looks += 1
-        if not all(each.captured for each in self._adapters):
+        if not all(each.captured for each in self._adapters()):
             return  # a first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
@@ -152,7 +152,7 @@ class ChangingVariables:
 
     def _known(self) -> set[int]:
         """What is captured: `memory_of` tensors, and of what leads to them."""
-        adapters = list(self._adapters)
+        adapters = self._adapters()
         named = [("", root) for each in adapters for root in each.named()]
         reached = [value for _, value, _ in walk(named, lambda value: True, code=True, most=MOST)]
         modules = [part for each in adapters for module in each.modules() for part in module.modules()]
