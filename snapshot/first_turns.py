@@ -251,7 +251,7 @@ class FirstTurns:
         if self._counts_are_told or not position.sources or not position.epoch:
             return
         self._counts_are_told = True
-        if not self.asked and len(adapter.named()) == len(adapter.scalers()):
+        if not self.asked and not position.is_in_steps and len(adapter.named()) == len(adapter.scalers()):
             log.warning(UNCOUNTED)
 
     def stop_watching(self) -> None:

@@ -86,6 +86,11 @@ class Position:
         self._in_data = True
 
     @property
+    def is_in_steps(self) -> bool:
+        """Whether a loop over step numbers is under way."""
+        return self._in_steps
+
+    @property
     def is_under_way(self) -> bool:
         """Whether a loop over step numbers, or over a source, has begun and not reached its end."""
         return self._in_steps or self._in_data

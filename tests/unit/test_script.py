@@ -467,3 +467,18 @@ def test_passes_that_nobody_has_asked_for_are_told_of_once(kept: bool, caplog: p
                 job.step()
     said = [text for text in warnings_of(caplog) if "another pass over data" in text]
     assert len(said) == (not kept)
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_loop_over_step_numbers_may_begin_as_many_passes_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    with job.hook() as snap:
+        data = snap.data([torch.randn(6, 4), torch.randn(6, 4)])
+        batches = iter(data)
+        for _ in snap.steps(5):
+            if (batch := next(batches, None)) is None:
+                batches = iter(data)
+                batch = next(batches)
+            job.model(batch).square().sum().backward()
+            job.step()
+    assert "another pass over data" not in "".join(warnings_of(caplog))
