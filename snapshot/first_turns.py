@@ -217,7 +217,6 @@ class FirstTurns:
         if changed and self._checks.reading and not self.asked_for_step:
             log.warning(CHANGED)
         self._check_iterators()
-        self._check_passes()
         self._iterators.begin()
         if self._carried is not None:
             self._carried.step_begins()
@@ -233,6 +232,7 @@ class FirstTurns:
         """
         if self._carried is not None and (found := self._carried.look()) is not None and not found.skips:
             self._name(found)
+        self._check_passes()
         self._check_iterators()
 
     def _check_iterators(self) -> None:
