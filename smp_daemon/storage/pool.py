@@ -318,7 +318,7 @@ class SlotPool:
             StaleEpoch: somebody has removed the mark, or the file, so that nobody would find the bytes.
         """
         assert slot.snapshot is not None
-        if self._inode(slot) != self._maps[slot.index].inode:
+        if (mapped := self._maps.get(slot.index)) is not None and self._inode(slot) != mapped.inode:
             raise StaleEpoch(f"somebody has deleted or replaced {self.path(slot).name} while it was filled")
         before, is_sealed = slot.state, owners.sealed(slot.snapshot)
         if not self._change(slot, owners.BUSY, is_sealed):
