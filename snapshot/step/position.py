@@ -125,8 +125,10 @@ class Position:
         return text
 
     def steps_over(self) -> None:
-        """The loop over step numbers has reached its end. It need not have read to the end of a pass."""
+        """The loop over step numbers has reached its end: its last turn is over. It need not have read to the end of a
+        pass."""
         self._in_steps = self._in_data = False
+        self._count_last_turn()
 
     def last_turn_ended(self, *, goes_on: bool) -> None:
         """The last turn is over: the snapshot that is kept goes on with the next one.
@@ -137,6 +139,9 @@ class Position:
         if goes_on:
             for data in self.sources.values():
                 data.resume_pass()
+        self._count_last_turn()
+
+    def _count_last_turn(self) -> None:
         if self._turn is not None:
             self._turn = self._next_turn
 

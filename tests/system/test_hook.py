@@ -816,6 +816,7 @@ def test_a_loop_that_ended_well_goes_on_with_the_turn_after_its_last(arena: Path
             for turn in turns(snap, until):
                 train(snap, model, optim, 1)
                 done.append(turn)
+            assert begin or snap.step == until, "the end of this loop is seen at once"
         assert snap.step == until
     assert done == [0, 1, 2, 3, 4]
 
