@@ -126,6 +126,7 @@ def settings_of(environment: Mapping[str, str]) -> Settings:
         on_hang=settings.ON_HANG.value(environment),
         priority=settings.PRIORITY.value(environment),
         persist=options_of(environment),
+        texts={each.variable: each.text(environment) for each in settings.OF_AN_SMP},
     )
 
 

@@ -13,7 +13,7 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.paths import arena_path
-from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE
+from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE, OF_AN_SMP
 from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
@@ -38,10 +38,29 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
         if spans := spanning(os.environ):
             host = client.inventory().host
             check_reachable(host, spans, f"SMP {client.pid} of this node, which `holdfast smp stop` ends, listens")
+        if coord is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+            _warn_of_settings(client)
     except BaseException:
         client.close()
         raise
     return client
+
+
+def _warn_of_settings(client: SmpClient) -> None:
+    """Warn of what is set here, and not heard: an SMP that served before this start keeps what it was started with."""
+    told = client.settings
+    unheard = [
+        each.variable
+        for each in OF_AN_SMP
+        if each.variable in os.environ and told.get(each.variable, each.text()) != each.text()
+    ]
+    if unheard:
+        log.warning(
+            "%s: the SMP of this node, process %d, was started with something else, which it keeps. To have it heard, "
+            "end the job, run `holdfast smp stop` on each node, and start the job again",
+            ", ".join(unheard),
+            client.pid,
+        )
 
 
 def _reach(arena: Path, job: str, tries: int, coord: str | None, system: System) -> SmpClient:

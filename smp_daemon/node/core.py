@@ -44,6 +44,7 @@ class Settings:
     Attributes:
         links: parallel connections to each peer for each network card of this node.
         persist: the persist tier; None: it is off.
+        texts: those that a trainer could have set, as they were given, for trainers that set others.
     """
 
     backend: str = BACKEND.default
@@ -58,6 +59,7 @@ class Settings:
     on_hang: str = ""
     priority: str = "normal"
     persist: PersistOptions | None = None
+    texts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:

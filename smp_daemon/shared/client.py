@@ -64,7 +64,7 @@ class SmpConnection:
 
     Attributes:
         epoch: the epoch that was joined last; None: none was.
-        node, pid: of the SMP that serves there.
+        node, pid, settings: of the SMP that serves there; see `messages.Greeted`.
         board: of the epoch that was joined last. Looking at it needs no answer of the SMP.
 
     Every call raises `SmpUnavailable` if the SMP is gone, `DeadlineExceeded` if it does not answer in time, and
@@ -119,7 +119,7 @@ class SmpConnection:
         hello = messages.Hello(job=self._job, speaks=spoken(), release=RELEASE, coord=self._coord, epoch=self.epoch)
         greeted = from_plain(messages.Greeted, self._call(hello, deadline_s), "how an SMP greets")
         check_range(f"the SMP of {self.arena}", greeted.speaks, greeted.release)
-        self.node, self.pid, row = greeted.node, greeted.pid, greeted.row
+        self.node, self.pid, self.settings, row = greeted.node, greeted.pid, greeted.settings, greeted.row
         self._watch()
         self._look_at_board()
         self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None

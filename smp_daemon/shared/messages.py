@@ -71,6 +71,7 @@ class Greeted(Reply, kw_only=True):
 
     Attributes:
         row: row of the board for the heartbeats of a watched trainer.
+        settings: the texts of what it was started with; see `Setting.text`.
     """
 
     node: str
@@ -78,6 +79,7 @@ class Greeted(Reply, kw_only=True):
     row: int | None
     speaks: Speaks
     release: Version
+    settings: dict[str, str] = {}
 
 
 class AskInventory(Request, tag="inventory", kw_only=True):

@@ -590,4 +590,7 @@ TABLE: tuple[Setting[Any], ...] = tuple(each for each in globals().values() if i
 SMP_OPTIONS = tuple(each for each in TABLE if each.where.options)
 """Those that are also options of an SMP."""
 
+OF_AN_SMP = tuple(each for each in TABLE if each.where in (THE_SMP, STORAGE) and each is not HOST)
+"""Those that an SMP keeps from its start to its end. Its host counts by what it can be reached at."""
+
 VARIABLES = {each.variable: each for each in TABLE}

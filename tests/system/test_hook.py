@@ -404,6 +404,20 @@ def test_an_id_that_the_next_start_does_not_have_is_none(
             connect.job_from_environment()
 
 
+def test_what_a_running_smp_does_not_hear_is_named(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOLDFAST_LINKS", "2")
+    for given in ({}, {"HOLDFAST_PERSIST": str(tmp_path)}):
+        assert "was started with something else" not in caplog.text
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        with InMemorySnapshot(*small(), keep=True):
+            pass
+    (said,) = [each.getMessage() for each in caplog.records if "was started with something else" in each.getMessage()]
+    assert "HOLDFAST_PERSIST" in said and "HOLDFAST_LINKS" not in said
+
+
 def test_several_ranks_without_a_process_group_are_refused(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2.*process group"):

@@ -95,7 +95,7 @@ def test_options_that_are_given_come_before_variables() -> None:
 def test_an_smp_of_no_variables_is_one_of_defaults() -> None:
     """`links` and `priority` are `auto` in the table, which an SMP in a process of others' is not."""
     found = settings_of({})
-    assert found == Settings(links=found.links, priority="auto")
+    assert found == Settings(links=found.links, priority="auto", texts=found.texts)
     assert DEADLINES.value({}) == Deadlines()
     assert settings_of({"HOLDFAST_PERSIST": "/x"}).persist == PersistOptions("/x")
 
