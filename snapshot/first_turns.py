@@ -170,10 +170,10 @@ class FirstTurns:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
         the hook for its step: call it once the hook knows its session."""
         restored, adapter = self._restored, self._adapter
-        if any(_at_work.get(each) == get_ident() for each in _entered()):
-            log.warning(TOGETHER)
-        _at_work[adapter] = get_ident()
         if self._checks.reading:
+            if any(_at_work.get(each) == get_ident() for each in _entered()):
+                log.warning(TOGETHER)
+            _at_work[adapter] = get_ident()
             self._changing, self._carried = ChangingVariables(_entered), CarriedVariables(_entered)
             self._variables.look(self._known_generators())
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
