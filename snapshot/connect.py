@@ -47,18 +47,19 @@ def connect(arena: Path, job: str, *, start: bool, coord: str | None = None, sys
 
 
 def _warn_of_settings(client: SmpClient) -> None:
-    """Warn of what is set here, and not heard: an SMP that served before this start keeps what it was started with."""
+    """Warn of settings that have no effect: an SMP that served before this start keeps those that it was started with.
+    One of a release that does not tell its settings is taken to have the same."""
     told = client.settings
-    unheard = [
+    ignored = [
         each.variable
         for each in OF_AN_SMP
         if each.variable in os.environ and told.get(each.variable, each.text()) != each.text()
     ]
-    if unheard:
+    if ignored:
         log.warning(
-            "%s: the SMP of this node, process %d, was started with something else, which it keeps. To have it heard, "
-            "end the job, run `holdfast smp stop` on each node, and start the job again",
-            ", ".join(unheard),
+            "%s: the SMP of this node, process %d, was started with something else, which it keeps. To apply what is "
+            "set now, end the job, run `holdfast smp stop` on each node, and start the job again",
+            ", ".join(ignored),
             client.pid,
         )
 
@@ -72,7 +73,8 @@ def _reach(arena: Path, job: str, tries: int, coord: str | None, system: System)
         except SmpUnavailable:
             if not tries:
                 raise
-        start_here(arena, job, system=system)  # here: its errors say nothing of the one above
+        # Not in the `except` block, or an error of the start would be shown as one that came of the missing SMP.
+        start_here(arena, job, system=system)
 
 
 def start_here(
@@ -145,7 +147,8 @@ def job_from_environment() -> str:
 
 
 def _rendezvous_id(environment: Mapping[str, str]) -> str:
-    """torchrun's run id; empty if it has none, or drew one, as it does at each start of a job on one node."""
+    """torchrun's run id; empty if there is none. On one node a UUID counts as none: ``torchrun --standalone`` draws
+    another one at each start, and nothing tells that from one that was given."""
     found = environment.get("TORCHELASTIC_RUN_ID", "none")
     drawn = environment.get("GROUP_WORLD_SIZE") == "1" and re.fullmatch(
         r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", found

@@ -110,11 +110,12 @@ THROUGH_DATA = "go through data by `for batch in snap.data(loader)`, or read on 
 log = get_log(__name__)
 
 _at_work: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
-"""The adapters of the hooks that this process has entered: what one of them captures, no other one misses. With the
-thread that has. Threads that are ranks of their own enter and leave at any time."""
+"""The adapters of the hooks that this process has entered, with the thread that entered each: what one of them
+captures, no other one misses. Ranks may be threads, each of which adds and removes its own entry at any time."""
 
 
 def _entered() -> list[Adapter]:
+    """A copy, made in one call: to iterate over the dictionary would fail as soon as another thread changes it."""
     return [each for reference in _at_work.keyrefs() if (each := reference()) is not None]
 
 
@@ -160,7 +161,7 @@ class FirstTurns:
         self._rehearsal: Rehearsal | None = None
         self._unstepped: Unstepped | None = None
         self._was_marked = False
-        self._counts_are_told = not checks.reading
+        self._counts_are_told = False
         self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
         self._variables = Variables(restored.loop.get("variables", {}))
         self._changing: ChangingVariables | None = None
@@ -248,7 +249,7 @@ class FirstTurns:
     def _check_passes(self) -> None:
         """Warn, once, if passes seem to be counted by what a restart begins anew."""
         position, adapter = self._position, self._adapter
-        if self._counts_are_told or not position.sources or not position.epoch:
+        if not self._checks.reading or self._counts_are_told or not position.sources or not position.epoch:
             return
         self._counts_are_told = True
         if not self.asked and not position.is_in_steps and len(adapter.named()) == len(adapter.scalers()):

@@ -318,6 +318,7 @@ class SlotPool:
             StaleEpoch: somebody has removed the mark, or the file, so that nobody would find the bytes.
         """
         assert slot.snapshot is not None
+        # A trainer finds its slot by the name. What this SMP has not mapped, it has not filled.
         if (mapped := self._maps.get(slot.index)) is not None and self._inode(slot) != mapped.inode:
             raise StaleEpoch(f"somebody has deleted or replaced {self.path(slot).name} while it was filled")
         before, is_sealed = slot.state, owners.sealed(slot.snapshot)

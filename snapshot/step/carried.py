@@ -739,6 +739,7 @@ class Named:
         found = [value for _, value, _ in walk(named, is_code, code=True)]
         codes = [each.__code__ for each in found if isinstance(each, FunctionType) and is_users_own(each)]
         self._names = {name for code in codes for name in (*code.co_freevars, *code.co_names)}
+        # Kept alive, as what is found may exist only now, and its id would be given to another object.
         self._kept = [*(schedule for each in adapters for schedule in each.schedules), *found]
         self._objects = {id(each) for each in self._kept if not is_plain(each)}  # a small number is everybody's
 
