@@ -53,7 +53,7 @@ def test_a_job_beside_files_of_the_same_names_is_killed_and_goes_on(folder: Path
     killed = run(folder, "train.py")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     again = run(folder, "train.py")
-    assert again.stdout.split() == ["3", "5", "[]"], again.stderr
+    assert again.stdout.split() == ["3", "6", "[]"], again.stderr
 
 
 def test_commands_run_beside_files_of_the_same_names(folder: Path, arena: Path) -> None:
