@@ -281,7 +281,11 @@ class SnapshotHook:
         self._entered = Session(self._adapter, numbered, self._statistics, self.checks, self.system)
         if options.block is None and self._entered.rank.agreement.rank == 0:
             warn_of_order(self._block)
-        self._entered.first.look(self._entered.rank.engine)
+        try:
+            self._entered.first.look(self._entered.rank.engine)
+        except BaseException as error:  # of a user's getter: nobody calls `__exit__` then
+            self.leave(error)
+            raise
         return self
 
     def close(self, *, early: bool = False) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,30 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
     with InMemorySnapshot(again, other) as snap:
         assert snap.step == 4
         assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+
+
+def test_a_getter_that_fails_as_the_hook_is_entered_leaves_nothing_behind(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tracked(get: Callable[[], float]) -> tuple[InMemorySnapshot, torch.nn.Module, torch.optim.Optimizer]:
+        model, optim = small()
+        snap = InMemorySnapshot(model, optim)
+        snap.track("ratio", get, lambda value: None)
+        return snap, model, optim
+
+    with pytest.raises(KeyboardInterrupt):
+        snap, *parts = tracked(lambda: 1.0)
+        with snap:
+            train(snap, *parts, 4)
+            raise KeyboardInterrupt
+    with pytest.raises(ZeroDivisionError):
+        tracked(lambda: 1 / 0)[0].__enter__()
+    caplog.clear()
+    snap, *parts = tracked(lambda: 1.0)
+    with snap:
+        assert snap.step == 3, "no step followed the fourth, so no snapshot was taken of it"
+        train(snap, *parts, 2)
+    assert "another hook" not in caplog.text
 
 
 def test_where_the_time_of_a_run_went_is_known_across_restarts(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
