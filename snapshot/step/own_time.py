@@ -34,7 +34,7 @@ class OwnTime:
         self._data_s = data_s
         self._began_s: float | None = None  # None: the first step, which is like no other
         self._computed_s = self._read_s = 0.0
-        self._kept: deque[Own] = deque(maxlen=STEPS_KEPT)
+        self._kept: deque[tuple[float, float, float]] = deque(maxlen=STEPS_KEPT)  # as the numbers of an `Own`
         self._undo = [
             on_gradient(parameter, self._computed)
             for _, parameter in first_trained(modules)
@@ -46,11 +46,9 @@ class OwnTime:
         now, read_s = self._now(), self._data_s()
         if self._began_s is not None:
             work_s = max(0.0, self._computed_s - self._began_s)
-            self._kept.append(Own(now - self._began_s, read_s - self._read_s, work_s))
+            self._kept.append((now - self._began_s, read_s - self._read_s, work_s))
         self._began_s, self._read_s = now, read_s
-        if not self._kept:
-            return UNKNOWN
-        return Own(*(median(getattr(own, name) for own in self._kept) for name in Own.__slots__))
+        return Own(*map(median, zip(*self._kept, strict=True))) if self._kept else UNKNOWN
 
     def remove(self) -> None:
         """Stop watching gradients."""

@@ -380,6 +380,8 @@ class Iterators:
 
     def kept(self) -> list[Kept]:
         """Those that were read on since the last `begin` and before it, each once."""
+        if not self._read:
+            return []
         found = [self._alive[each] for each, count in self._read.items() if each._num_yielded > count]
         new = [each for each in dict.fromkeys(found) if each not in self._told]
         self._told.update(new)
