@@ -23,6 +23,10 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 FIRST_STEP = 3
 """The first step that a fault may strike, so that there is something to restore."""
 
+STEPS_AFTER = 3
+"""Number of steps after the last one that a fault is drawn for. If no snapshot is taken of that step, a later one has
+the same points. What differs in any new process is gone again before the last step is compared."""
+
 MOST_NODES = 16
 PAUSE_S = 1.5
 """How long a process that is stopped stands still, in seconds."""
@@ -87,9 +91,9 @@ class CommandPlan:
     def __post_init__(self) -> None:
         if not 1 <= self.nodes <= MOST_NODES:
             raise ConfigError(f"--nodes {self.nodes}: choose 1 to {MOST_NODES}, all of which run on this machine")
-        if self.steps <= FIRST_STEP:
-            raise ConfigError(f"--steps {self.steps}: choose {FIRST_STEP + 1} or more")
-        most = self.steps - FIRST_STEP
+        most = self.steps - FIRST_STEP - STEPS_AFTER
+        if most < 1:
+            raise ConfigError(f"--steps {self.steps}: choose {self.steps - most + 1} or more")
         if not 1 <= self.faults <= most:
             raise ConfigError(
                 f"{self.faults} faults in {self.steps} steps: choose 1 to {most}, or more steps with --steps"
@@ -183,7 +187,7 @@ def draw(
     there = {"kill-other": other, "lose-node": several}
     kinds = [kind for kind in KINDS if there.get(kind, True)]
     found: list[CommandFault] = []
-    for step in sorted(source.sample(range(FIRST_STEP, steps), faults)):
+    for step in sorted(source.sample(range(FIRST_STEP, steps - STEPS_AFTER), faults)):
         kind = source.choice(kinds)
         found.append(CommandFault(kind, source.randrange(ranks), source.choice(STEP_POINTS), step))
         if double and CATALOGUE[kind].ends_job:

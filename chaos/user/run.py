@@ -158,8 +158,8 @@ class _Disturbed(Runner):
         starts, limit = 0, 0.0
         size, moved = -1, time.monotonic()
         while True:
-            idle = [node for node in self._nodes if not node.runs and node.status != 0]
-            if idle:
+            ended = [node for node in self._nodes if not node.runs]
+            if idle := [node for node in ended if node.status != 0]:
                 if starts == most:
                     return starts, False
                 starts += 1
@@ -169,7 +169,7 @@ class _Disturbed(Runner):
                     node.end()
                     node.start(self._plan, self._wiring.environment("job"))
                     self.wake_at_end(node.pid)
-            elif not any(node.runs for node in self._nodes):
+            elif len(ended) == len(self._nodes):
                 return starts, False
             self.turn(time.monotonic() + LOOK_EVERY_S)
             now = time.monotonic()
