@@ -153,17 +153,17 @@ def test_a_getter_that_fails_as_the_hook_is_entered_leaves_nothing_behind(
         return snap, model, optim
 
     with pytest.raises(KeyboardInterrupt):
-        snap, *parts = tracked(lambda: 1.0)
+        snap, model, optim = tracked(lambda: 1.0)
         with snap:
-            train(snap, *parts, 4)
+            train(snap, model, optim, 4)
             raise KeyboardInterrupt
     with pytest.raises(ZeroDivisionError):
         tracked(lambda: 1 / 0)[0].__enter__()
     caplog.clear()
-    snap, *parts = tracked(lambda: 1.0)
+    snap, model, optim = tracked(lambda: 1.0)
     with snap:
         assert snap.step == 3, "no step followed the fourth, so no snapshot was taken of it"
-        train(snap, *parts, 2)
+        train(snap, model, optim, 2)
     assert "another hook" not in caplog.text
 
 
