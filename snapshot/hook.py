@@ -427,7 +427,6 @@ class Session:
         )
         statistics.rule = self.intervals.rule
         statistics.interval = statistics.rule.interval
-        statistics.spent = _spent(restored, rank.system)
         self._statistics = statistics
         block = to_tree(describe(options.for_start.block, adapter))
         self.position = position = Position(step, restored.loop, block, rank.system)
@@ -462,6 +461,7 @@ class Session:
             lambda: rank.system.monotonic() - statistics.stall_s,
             lambda: sum(data.read_s for data in position.sources.values()),
         )
+        statistics.begin(_spent(restored, rank.system), self._own_time.own)
         self.is_over = False
 
     def _auditor_if_ordered(self, checks: Checks) -> Auditor | None:
@@ -601,7 +601,7 @@ class Session:
         )
 
     def _step_ended(self) -> None:
-        self._statistics.spent = replace(self._statistics.spent, own=self._own_time.step_ended())
+        self._own_time.step_ended()
         if self._auditor is not None:
             self._auditor.after_step(self.progress.step, self.rank.agreement.everywhere)
         if self._recording is not None and self._recording.over:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.goodput import Spent
+from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 
 if TYPE_CHECKING:
     from holdfast.snapshot.interval.rule import IntervalRule
@@ -35,8 +37,12 @@ class Statistics:
     stall_s: float = 0.0
     interval: int = 1
     rule: IntervalRule | None = None
-    spent: Spent = field(default_factory=Spent)
-    _accounted_s: float = 0.0  # of `stall_s`
+    _before: Spent = Spent()  # until the hook was entered
+    _own: Callable[[], Own] = lambda: UNKNOWN
+    _steps: int = 0
+    _ended_s: float = 0.0  # when the last step ended
+    _stalled_s: float = 0.0  # `stall_s` when the hook was entered, which may be for the second time
+    _stalled_until_s: float = 0.0  # `stall_s` when the last step ended
 
     @property
     def overhead(self) -> float | None:
@@ -48,10 +54,25 @@ class Statistics:
         """See the class."""
         return "" if self.rule is None else self.rule.why()
 
+    @property
+    def spent(self) -> Spent:
+        """See the class. Added up here, since each step would wait for it."""
+        stall_s = self._stalled_until_s - self._stalled_s
+        spent = self._before.stepped(self._ended_s, stall_s, self._steps) if self._steps else self._before
+        return replace(spent, own=self._own())
+
+    def begin(self, before: Spent, own: Callable[[], Own]) -> None:
+        """Training begins.
+
+        Args:
+            before: where the time of the run went until now.
+            own: returns what of a step this rank does by itself.
+        """
+        self._before, self._own, self._steps, self._stalled_s = before, own, 0, self.stall_s
+
     def step_ended(self, now: float) -> None:
         """A step has ended at the time `now`, in seconds since 1970."""
-        self.spent = self.spent.stepped(now, self.stall_s - self._accounted_s)
-        self._accounted_s = self.stall_s
+        self._steps, self._ended_s, self._stalled_until_s = self._steps + 1, now, self.stall_s
 
 
 @dataclass(slots=True)

@@ -46,8 +46,9 @@ class Spent:
     again: int = 0
     own: Own = UNKNOWN
 
-    def stepped(self, now: float, stall_s: float) -> Spent:
-        """A step has ended `now`; for `stall_s` of it the training thread was in the hook."""
+    def stepped(self, now: float, stall_s: float, count: int = 1) -> Spent:
+        """`count` steps were done since `until`, the last of which ended `now`; for `stall_s` of that time the training
+        thread was in the hook."""
         passed = max(0.0, now - self.until)
         stall = min(stall_s, passed)
         return replace(
@@ -55,7 +56,7 @@ class Spent:
             until=self.until + passed,
             steps=self.steps + passed - stall,
             stall=self.stall + stall,
-            count=self.count + 1,
+            count=self.count + count,
         )
 
     def restarted(self, began: float, asked: float, loaded: float, again: int) -> Spent:

@@ -41,13 +41,16 @@ class OwnTime:
             if parameter.device.type == "cpu"
         ]
 
-    def step_ended(self) -> Own:
-        """A step has ended, and the next begins. Returns what is known until now."""
+    def step_ended(self) -> None:
+        """A step has ended, and the next begins."""
         now, read_s = self._now(), self._data_s()
         if self._began_s is not None:
             work_s = max(0.0, self._computed_s - self._began_s)
             self._kept.append((now - self._began_s, read_s - self._read_s, work_s))
         self._began_s, self._read_s = now, read_s
+
+    def own(self) -> Own:
+        """What is known until now."""
         return Own(*map(median, zip(*self._kept, strict=True))) if self._kept else UNKNOWN
 
     def remove(self) -> None:
