@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
@@ -37,7 +37,7 @@ class Statistics:
     stall_s: float = 0.0
     interval: int = 1
     rule: IntervalRule | None = None
-    _before: Spent = Spent()  # until the hook was entered
+    _before: Spent = field(default_factory=Spent)  # until the hook was entered
     _own: Callable[[], Own] = lambda: UNKNOWN
     _steps: int = 0
     _ended_s: float = 0.0  # when the last step ended

@@ -398,19 +398,20 @@ class Persister:
             self._say(state="waiting")
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
-        self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
         why = caution(self._options.url) if self._options else ""
         self._say(persisted=snapshot, at_s=self.network.time(), problem="", caution=why)
         log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
         self._episodes.end("persist", "snapshots are persisted again: %s", snapshot, extra=about(snapshot))
+        # Last, as in `_fail`: whoever sees the count sees the rest.
+        self._store.counters.add(snapshots_persisted=1, bytes_persisted=stored)
 
     def _fail(self, snapshot: SnapshotId, problem: str, state: str = "waiting") -> None:
         if self._closed.is_set():
             return
-        self._store.counters.add(persist_failures=1)
         self._say(problem=f"{snapshot}: {problem}", state=state)
         text, extra = "%s is not persisted: %s", about(snapshot)
         self._episodes.begin("persist", text, snapshot, problem, level=logging.ERROR, extra=extra)
+        self._store.counters.add(persist_failures=1)
 
     def _say(self, **changes: Any) -> None:
         with self._changed:
