@@ -58,6 +58,9 @@ LOOK_EVERY_S = 0.05
 LOOK_DEADLINE_S = 1.0
 """Timeout for a connection to a unix socket, which the kernel makes at once unless hundreds wait for it."""
 
+DELETED = " (deleted)"
+"""Ends the path of a deleted file in ``/proc/<pid>/maps``."""
+
 log = get_log(__name__)
 
 
@@ -414,13 +417,15 @@ def _running(owner: Owner | None) -> psutil.Process | None:
 
 
 def _user(folder: Path, smps: Sequence[psutil.Process]) -> int:
-    """The pid of a process other than the SMPs that has files below the folder mapped; 0 if there is none."""
+    """The pid of a process other than the SMPs that has files below the folder mapped; 0 if there is none. Deleted ones
+    do not count: they were in an earlier arena of that name."""
     needle, others = f"{folder.resolve()}/", {smp.pid for smp in smps}
     for process in psutil.process_iter():
         if process.pid in others:
             continue
         try:
-            if needle in Path(f"/proc/{process.pid}/maps").read_text():
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            if any(needle in line and not line.endswith(DELETED) for line in maps):
                 return process.pid
         except (OSError, psutil.Error):
             continue  # it ended, or is another user's and cannot use this arena

@@ -60,7 +60,7 @@ def fleet(launcher: Launcher) -> Iterator[Callable[..., Fleet]]:
     base = Path(f"/dev/shm/holdfast-elastic-{os.getpid()}")
     base.mkdir()
     yield lambda kind, name="job", **options: Fleet(launcher, base / name, kind, **options)
-    for leftover in find_leftovers(base):
+    for leftover in (each for job in base.iterdir() for each in find_leftovers(job)):
         remove(leftover)
     shutil.rmtree(base)
 

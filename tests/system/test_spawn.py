@@ -695,6 +695,17 @@ class TestLeftovers:
         del board
         assert leftovers_in(base) == {"dead"}
 
+    def test_files_of_an_arena_that_was_removed_are_not_of_the_next_one_of_that_name(
+        self, ground: Ground, base: Path
+    ) -> None:
+        dead = dead_arena(ground, base / "dead")
+        shutil.copytree(dead, ground.base / "next")
+        board = Board(dead / "board")
+        shutil.rmtree(dead)
+        shutil.move(ground.base / "next", dead)
+        assert leftovers_in(base) == {"dead"}
+        del board
+
     def test_an_arena_is_in_use_whatever_name_it_goes_by(self, ground: Ground, base: Path) -> None:
         dead = dead_arena(ground, base / "dead")
         link = ground.base / "link"
