@@ -196,14 +196,8 @@ class SlotPool:
 
     def outdated(self, keep: Collection[SnapshotId], before: SnapshotId) -> list[Slot]:
         """Sealed slots of snapshots older than `before` that are not in `keep`: they may be freed."""
-        return [
-            slot
-            for slot in self.slots
-            if slot.state is SlotState.SEALED
-            and slot.snapshot is not None
-            and slot.snapshot < before
-            and slot.snapshot not in keep
-        ]
+        sealed = (slot for slot in self.slots if slot.state is SlotState.SEALED)
+        return [slot for slot in sealed if slot.snapshot and slot.snapshot < before and slot.snapshot not in keep]
 
     # ------------------------------------------------------------------ their files
 
@@ -278,17 +272,16 @@ class SlotPool:
         """The slot's file while it is being made; no successor takes a file of this name for a slot."""
         return self.arena / f"{self.path(slot).name}{PART}"
 
-    def being_made(self, length: int) -> Slot | None:
-        """A slot of that length that a thread makes for itself; None if there is none."""
+    def being_made(self, length: int, *, claimed: bool = True) -> Slot | None:
+        """A slot of that length that a thread makes for itself, or, if not `claimed`, that is planned; None if there is
+        none."""
         making = (slot for slot in self.slots if slot.state is SlotState.MAKING and slot.bytes == length)
-        return next((slot for slot in making if slot.claimed), None)
+        return next((slot for slot in making if slot.claimed is claimed), None)
 
     def unplan(self, length: int) -> None:
         """Give up one slot of that length that is planned, or being made, if there is one."""
-        for slot in self.slots:
-            if slot.state is SlotState.MAKING and slot.bytes == length and not slot.claimed:
-                self.remove(slot)
-                return
+        if (slot := self.being_made(length, claimed=False)) is not None:
+            self.remove(slot)
 
     def open_part(self, slot: Slot) -> SlotMemory:
         """Create the file of a slot that is being made. Raises `OSError`."""
@@ -440,9 +433,8 @@ class SlotPool:
     def fence(self, epoch: int) -> None:
         """Carry the marks of the slots into a new epoch, except those that the trainer has taken."""
         for slot in self.slots:
-            if slot.state is SlotState.MAKING or slot.is_trainers:
-                continue
-            if not self._owners.renew(self.path(slot).name, slot.owner, epoch):
+            stays = slot.state is SlotState.MAKING or slot.is_trainers
+            if not stays and not self._owners.renew(self.path(slot).name, slot.owner, epoch):
                 slot.lose()
 
     def adopted(self, slot: Slot, found: list[tuple[str, int]]) -> bool:
@@ -465,9 +457,7 @@ class SlotPool:
         return True
 
     def _change(self, slot: Slot, old: str, new: str) -> bool:
-        if self._owners.epoch is None or old == new:
-            return True
-        if self._owners.change(self.path(slot).name, old, new):
+        if self._owners.epoch is None or old == new or self._owners.change(self.path(slot).name, old, new):
             return True
         slot.lose()
         return False
