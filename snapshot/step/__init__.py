@@ -11,6 +11,7 @@ __all__ = [
     "orders",
     "own_time",
     "position",
+    "reader",
     "source",
     "turns",
     "variables",
