@@ -316,17 +316,15 @@ class Smp(Core):
         return Owner(0, 0, job, node, known.host, known.control_port, known.bulk_port, more_bulk=known.more_bulk)
 
     def look(self) -> float:
-        """End the SMP if its arena is gone, and connections to the gRPC port that only take up room. Returns in how
-        many seconds to look again. Does not block, except for the file system. For one thread, until `close`.
+        """End the SMP if its arena is gone, and connections to the gRPC port that only take up room. Write again what
+        others and a successor find this SMP and its slots by. Returns in how many seconds to look again. Does not
+        block, except for the file system. For one thread, until `close`.
         """
         if self.arena.directory.is_gone:
             log.critical("this SMP ends, as nothing can find it any more: %s was deleted or replaced", self.arena.path)
             self.stop()
-        elif known_owner(self.arena.path, self.system) is None:
-            path = self.arena.path / "smp.json"
-            log.warning("%s was lost and is written again: others find this SMP by it", path)
-            put_away(path, self.system)
-            self.write_owner()
+        else:
+            self._write_lost()
         try:
             ended = self._control.strangers.end()
         except OSError as error:
@@ -335,6 +333,19 @@ class Smp(Core):
             return LOOK_EVERY_S
         self._episodes.end("strangers", "connections to the gRPC port can be looked at again")
         return LOOK_AGAIN_S if ended else LOOK_EVERY_S
+
+    def _write_lost(self) -> None:
+        try:
+            if known_owner(self.arena.path, self.system) is None:
+                path = self.arena.path / "smp.json"
+                log.warning("%s was lost and is written again: others find this SMP by it", path)
+                put_away(path, self.system)
+                self.write_owner()
+            self.store.write_lost()
+        except HoldfastError as error:  # a full file system, for example
+            self._episodes.begin("files", "what is lost cannot be written again: %s", error, level=logging.ERROR)
+        else:
+            self._episodes.end("files", "what was lost is written again")
 
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""

@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import LogEvent
 from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.plan import newest_protected, whole_snapshots
+from holdfast.smp_daemon.shared.plan import newest_whole, whole_snapshots
 from holdfast.smp_daemon.shared.runs import SeenRun, given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.stragglers import stragglers
@@ -126,8 +126,8 @@ class Overview:
     @property
     def older(self) -> list[SnapshotId]:
         """Whole snapshots that only ``HOLDFAST_RESTORE_STEP`` goes back to, the newest first."""
-        protected = newest_protected(self.inventories)
-        return [each for each in whole_snapshots(self.inventories) if protected is not None and each < protected]
+        newest = newest_whole(self.inventories)
+        return [each for each in whole_snapshots(self.inventories) if each != newest]
 
     @property
     def tiers(self) -> list[str]:

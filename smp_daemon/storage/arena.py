@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, BEGUN, GONE, OURS, SOCKET, not_private
-from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.records import PART, read_json, write_json
+from holdfast.smp_daemon.shared.plain import encode_digested, to_plain
+from holdfast.smp_daemon.shared.records import PART, read_json, write, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, room, too_small
 
@@ -118,6 +119,19 @@ class ArenaDirectory:
         self.lost.add(path.name)
         log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
         put_away(path, self._files)
+
+    def write_again(self, path: Path, content: Callable[[], bytes]) -> None:
+        """Write a small file again if somebody has deleted or emptied it, or put something else in its place: a
+        successor believes nothing without it. Raises `ArenaTooSmall`, and `ConfigError` as `put_away`."""
+        try:
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_size:
+                return
+        except FileNotFoundError:
+            pass
+        put_away(path, self._files)
+        write(path, content())
+        log.warning("%s was lost and is written again", path, extra=about(file=path.name))
 
     def close(self) -> None:
         """Release it; harmless if it is released already."""
@@ -318,6 +332,11 @@ class LayoutFiles(dict[tuple[int, int], Layout]):
                 self[layout.epoch, layout.revision] = layout
             except ProtocolError as error:
                 lose(path, error)
+
+    def write_lost(self, directory: ArenaDirectory) -> None:
+        """Write those files again that are gone. Raises as `ArenaDirectory.write_again`."""
+        for of, layout in self.items():
+            directory.write_again(self._path(*of), partial(encode_digested, to_plain(layout)))
 
     def drop_older(self, keep: Collection[int]) -> None:
         """Delete the layouts of epochs before the newest that are not in `keep`."""

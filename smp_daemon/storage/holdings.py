@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
@@ -75,7 +76,7 @@ class Commit:
     @classmethod
     def of(cls, record: Record) -> Self:
         """Encode the commit record of a shard or of a complete parity."""
-        return cls(_key_of(record), record, encode_digested(to_plain(record)))
+        return cls(_key_of(record), record, _encoded(record))
 
 
 class Holdings:
@@ -105,6 +106,16 @@ class Holdings:
         there = {slot.snapshot for slot in pool.slots if slot.state is SlotState.SEALED}
         for key in [key for key in self._records if self.pool(key) is pool and key.snapshot not in there]:
             self._forget(key)
+
+    def write_lost(self) -> None:
+        """Write those commit records again that are gone, if their slots are there. Raises as
+        `ArenaDirectory.write_again`."""
+        with self._lock:
+            self.look()
+            for key, record in self._records.items():
+                pool = self.pool(key)
+                if (slot := pool.find(key.snapshot, SlotState.SEALED)) is not None:
+                    self.arena.directory.write_again(pool.record_path(slot), partial(_encoded, record))
 
     def held(self) -> list[Key]:
         """The keys of everything held."""
@@ -398,6 +409,10 @@ class Holdings:
         text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
         self._episodes.begin(key, text, index, key, extra=extra)
         return True
+
+
+def _encoded(record: Record) -> bytes:
+    return encode_digested(to_plain(record))
 
 
 def _key_of(record: Record) -> Key:

@@ -281,6 +281,14 @@ class Store:
                 self.holdings.drop(key)
             self.changed.notify_all()
 
+    def write_lost(self) -> None:
+        """Write those JSON files again that a successor needs and that are gone. Not once `retire` is called. Raises as
+        `ArenaDirectory.write_again`."""
+        with self.changed:
+            self.state.write_lost()
+            self.arena.layouts.write_lost(self.arena.directory)
+            self.holdings.write_lost()
+
     def retire(self) -> None:
         """Remove everything, because the job is over. Later calls that name an epoch fail with `StaleEpoch`."""
         with self.changed:

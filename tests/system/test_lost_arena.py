@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.smp_daemon.ops.overview import look
+from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.smp_daemon.storage.arena import Arena
@@ -61,6 +63,49 @@ def test_without_a_few_files_it_answers_as_before(ground: Ground) -> None:
     count = len(client.slots(1, "dp0"))
     record.with_suffix("").unlink()
     assert len(client.slots(1, "dp0")) == count - 1
+
+
+@pytest.mark.parametrize("takes", ["deletes", "empties", "puts a directory"])
+@pytest.mark.parametrize("file", ["node.json", "layout-*.json", "*.safetensors.json", "*.parity.json"])
+def test_what_a_successor_needs_is_written_again_while_it_runs(ground: Ground, file: str, takes: str) -> None:
+    smps = ground.smps(2)
+    run = run_on(smps, [[3000], [3000]])
+    run.protect(1)
+    held = run["dp0"].client.inventory()
+    (path,) = smps[0].arena.glob(file)
+    content = path.read_bytes()
+    path.unlink()
+    if takes == "empties":
+        path.touch()
+    elif takes == "puts a directory":
+        path.mkdir()
+    await_that(lambda: path.is_file() and path.read_bytes() == content)
+    smps[0].restart()
+    run["dp0"].client.reconnect()
+    again = run["dp0"].client.inventory()
+    assert (again.shards, again.parities, again.layouts) == (held.shards, held.parities, held.layouts)
+    assert f"{path.name} was lost" in (smps[0].arena / "smp.log").read_text()
+
+
+def test_it_goes_on_where_what_is_gone_cannot_be_written_again(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = ground.prepare()
+    smp = Smp(JOB, prepared.name, prepared.arena, prepared.host)
+
+    def write_bytes(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left", str(path))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", write_bytes)
+        (smp.arena.path / "smp.json").unlink()
+        for _ in range(3):
+            smp.look()
+    assert not smp.stopped.is_set()
+    smp.look()
+    smp.close()
+    assert (smp.arena.path / "smp.json").exists()
+    assert len([line for line in caplog.messages if "cannot be written again" in line]) == 1
 
 
 def test_it_says_why_in_its_log(ground: Ground) -> None:

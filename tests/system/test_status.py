@@ -38,6 +38,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_SAYING
 from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plan import plan_restore
+from holdfast.smp_daemon.shared.runs import runs_in_reach
 from holdfast.smp_daemon.shared.stragglers import Own
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer
@@ -138,6 +139,14 @@ def test_the_older_snapshot_counts_while_the_newer_is_not_encoded_yet() -> None:
     assert (new.snapshot, new.tolerates, old.tolerates) == (newer, 0, 2)
     assert safest([new, old]) is old
     assert safest([]) is None
+
+
+def test_a_restart_may_choose_all_that_is_whole_but_the_newest() -> None:
+    protected, sealed = SNAPSHOT, SnapshotId(SNAPSHOT.epoch, SNAPSHOT.step + 1)
+    held = [_with_shards(each, sealed) for each in everything(layout_of(4, 2, 2))]
+    status = status_of(0, {})
+    several = tuple(replace(status, inventory=each) for each in held)
+    assert Overview("run", several, (), (), runs=tuple(runs_in_reach(held))).older == [protected]
 
 
 def _with_shards(inventory: Inventory, snapshot: SnapshotId) -> Inventory:
