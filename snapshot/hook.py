@@ -503,35 +503,54 @@ class Session:
         """
         if os.getpid() != self._pid:
             return
-        well, protecting, deadline_s = error is None, self.protecting, self._options.deadline_s
+        well, options = error is None, self._options
         self.loop.stop_watching(ended_well=well)
         self._own_time.remove()
         self.rank.smp.say_end(self.progress.step, error)
-        protecting.pace.fence()
+        self.protecting.pace.fence()
         goes_on = not self.is_over and self.position.is_under_way  # it was left before its end, as far as it tells
-        kept, takes = well and (early or self._options.keep or goes_on), False
+        kept, takes = well and (early or options.keep or goes_on), False
         if well:
             kept, takes = self._agree(kept, takes=not early)
         self.loop.leave(takes=kept and takes, goes_on=goes_on)
         try:
-            protecting.layouts.stop_reserving(deadline_s)
-            protecting.copier.close(deadline_s)
-            if self._recording is not None:
-                self._recording.close(deadline_s)
-            if well:
-                kept = self._finish(kept)
-                if kept and not self._options.keep:
-                    self._say_what_is_kept()
+            late = self._end_copies(well)  # if they do not end, the other ranks wait for this one all the same
+            if well and (kept := self._finish(kept)) and not options.keep:
+                self._say_what_is_kept()
+            if late is not None and well and options.strict:
+                raise late
         except HoldfastError as failure:
-            if self._options.strict and well:
+            if options.strict:
                 raise
-            end = "`holdfast gc` removes it" if well else "it holds the job's snapshots"
+            command = f"`holdfast gc --job {options.job} --arena {options.job_arena.parent}` here removes it"
+            end = "it holds the job's snapshots" if kept else command
             log.error("the SMP of this node was left running (%s): %s", end, failure)
         finally:
             if self.rank.agreement.rank == 0 and (account := self._statistics.spent.sentence()):
                 log.info("the run so far: %s", account)
             self.rank.close()
-            protecting.let_go()
+            self.protecting.let_go()
+
+    def _end_copies(self, well: bool) -> HoldfastError | None:
+        """Block until the snapshots that were begun are sealed or have failed. Returns why they are not, and logs it if
+        it is not going to be raised.
+
+        Args:
+            well: the block ends well, so the newest one counts.
+        """
+        protecting, deadline_s = self.protecting, self._options.deadline_s
+        try:
+            protecting.layouts.stop_reserving(deadline_s)
+            protecting.copier.close(deadline_s)
+            if self._recording is not None:
+                self._recording.close(deadline_s)
+            if well and protecting.newest is not None:
+                protecting.newest.reached(CopyState.SEALED, deadline_s)
+        except HoldfastError as late:
+            if not (well and self._options.strict):
+                log.error("snapshots were not sealed by the end: %s", late)
+            return late
+        return None
 
     def _agree(self, keeps: bool, *, takes: bool) -> tuple[bool, bool]:
         """All ranks have left their loops well: whether the snapshots are kept, as they are if any rank keeps them; and
@@ -572,13 +591,10 @@ class Session:
         return self._finish_together(keeps)
 
     def _finish_together(self, keeps: bool) -> bool:
-        rank, deadline_s = self.rank, self._options.deadline_s
-        copy, ledger = self.protecting.newest, self.protecting.ledger
-        if copy is not None:
-            copy.reached(CopyState.SEALED, deadline_s)
+        rank, ledger = self.rank, self.protecting.ledger
         if self._options.keep or (keeps and ledger.keep):
             if ledger.encoded:
-                rank.client.await_outcome(ledger.encoded[-1], deadline_s)
+                rank.client.await_outcome(ledger.encoded[-1], self._options.deadline_s)
             return True
         mine = json.dumps([rank.coord, rank.client.node, rank.progress.epoch])
         everyone = [json.loads(text) for text in rank.agreement.gather(mine.encode())]

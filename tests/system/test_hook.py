@@ -24,6 +24,7 @@ from holdfast.smp_daemon.ops.metrics import exposition
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
@@ -34,6 +35,7 @@ from holdfast.snapshot import connect
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.restore import Restored
+from holdfast.snapshot.step.copier import Copier
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import kill_smps, suspend
 
@@ -647,6 +649,34 @@ def test_a_strict_hook_raises_what_went_wrong(arena: Path, monkeypatch: pytest.M
             monkeypatch.setattr(connect, "start_smp", none_starts)
             kill_smps(arena)
             train(snap, model, optim, 3)
+
+
+def test_a_copy_that_does_not_end_keeps_no_rank_from_ending_the_job(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never_ends(*_: object) -> None:
+        raise DeadlineExceeded("it did not end")
+
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 3)
+        monkeypatch.setattr(Copier, "close", never_ends)
+    assert not (arena / "test").exists()
+    assert "not sealed" in caplog.text and "left running" not in caplog.text
+
+
+def test_whoever_cannot_end_an_smp_names_the_command_that_does(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_answer(*_: object) -> None:
+        raise DeadlineExceeded("no answer")
+
+    monkeypatch.setattr(SmpClient, "finish", no_answer)
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 3)
+    [line] = [line for line in caplog.messages if "left running" in line]
+    assert line.split("`")[1] == f"holdfast gc --job test --arena {arena}"
 
 
 def test_state_that_cannot_be_captured_later_does_not_disturb_the_loop(arena: Path) -> None:
