@@ -60,11 +60,12 @@ def _is_opened(value: Any) -> bool:
 def elements_of(tensor: torch.Tensor, sampled: int | None = None) -> bytes:
     """The bytes of a tensor's elements, or of about `sampled` of them, spread evenly."""
     part = local(tensor).detach()
-    if sampled is not None and part.is_contiguous():
-        part = part.view(-1)[:: part.numel() // sampled | 1]
-    elif sampled is not None:
-        part = part[thin(part.shape, sampled)]
-    part = part.resolve_conj().resolve_neg().cpu().contiguous()
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be sliced, as MONAI's batches do
+        if sampled is not None and part.is_contiguous():
+            part = part.view(-1)[:: part.numel() // sampled | 1]
+        elif sampled is not None:
+            part = part[thin(part.shape, sampled)]
+        part = part.resolve_conj().resolve_neg().cpu().contiguous()
     # Not by way of NumPy: torch never again resizes memory that it has lent to an array, and this may be the user's.
     return ctypes.string_at(part.data_ptr(), part.nbytes)
 

@@ -55,6 +55,25 @@ def test_views_are_what_they_show() -> None:
         assert digest(view) == digest(view.clone().contiguous())
 
 
+class Unsliced(torch.Tensor):
+    """A batch that may be taken apart in its own way only."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            raise ValueError("sliced")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_subclass_of_tensors_is_sampled_as_a_tensor() -> None:
+    batch = torch.arange(12.0).reshape(3, 4)
+    for view in (batch, batch.t()):
+        own = view.as_subclass(Unsliced)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="sliced"):
+            own[:1]
+        assert elements_of(own, SAMPLED) == elements_of(view, SAMPLED)
+
+
 def test_tensors_are_found_in_containers() -> None:
     batch = tokens()
     assert digest([{"x": (batch, 3)}], {"mask": None}) == digest(Batch(batch)) == digest(batch)
