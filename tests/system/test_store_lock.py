@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = {
     "storage.job_state.JobState.write",
+    "storage.job_state.JobState._encoded",
+    "storage.arena.ArenaDirectory.write_again",
     "storage.job_state.read_node_file",
     "storage.arena.LayoutFiles.add",
     "storage.arena.LayoutFiles.adopt",
@@ -46,7 +48,7 @@ SMALL_FILES = {
     "shared.board.Board.succeeded",
 }
 """What reads or writes one JSON record or the board. The record of a slot of 80 GB has 20,000 digests: 0.5 MB. It is
-encoded before the lock is taken."""
+encoded before the lock is taken, or with it, in milliseconds, if somebody has deleted it."""
 
 SETTINGS = {"storage.pool.gives_huge_pages", "storage.pool.room", "shared.budget.Budget.check_limit"}
 """What reads a line that the kernel makes up."""
