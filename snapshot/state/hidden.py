@@ -157,8 +157,8 @@ def samples_of_attributes(
 ) -> Iterator[tuple[str, bytes]]:
     """Numbers, tensors and arrays in attributes, for `Changing`.
 
-    Attributes of torch's own classes and of modules with a ``get_extra_state`` are left out; so are tensors that
-    require gradients, which every step computes anew.
+    Attributes of modules with a ``get_extra_state`` are left out, and those of torch's own classes except
+    `rates_of_layer`; so are tensors that require gradients, which every step computes anew.
 
     Args:
         roots, named: as for `generators`.
@@ -180,6 +180,16 @@ def _compared(
             found = _attributes(name, owner)
             has_numbers = id(owner) in captured
             yield from (each for each in found if not (has_numbers and is_captured_number(each[1])))
+    for name, owner in _unnamed(roots, named):  # last, as they are many
+        yield from rates_of_layer(name, owner)
+
+
+def rates_of_layer(name: str, owner: Any) -> list[tuple[str, Any]]:
+    """The fractions in attributes of a layer or a loss of torch's, by path: a dropout's rate, a label smoothing. They
+    are in no state_dict, and only a script changes them."""
+    if not type(owner).__module__.startswith("torch.nn.modules."):
+        return []
+    return [each for each in _attributes(name, owner) if type(each[1]) is float]
 
 
 def _attributes(name: str, owner: Any) -> list[tuple[str, Any]]:
@@ -199,13 +209,24 @@ def _unnamed(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> Iterator
 
 
 def _with_classes(owned: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The attributes of owners, and those of their classes, methods included."""
+    """The attributes of owners, and those of their classes, methods included, and their hooks."""
     kinds: set[type] = set()
     for name, owner in owned:
         yield from _attributes(name, owner)
+        yield from ((f"{name}.hook{place}", hook) for place, hook in enumerate(_hooks_of(owner)))
         if type(owner) not in kinds:
             kinds.add(type(owner))
             yield from ((f"{name}{part}", value) for kind in type(owner).__mro__ for part, value in of_class(kind))
+
+
+def _hooks_of(owner: Any) -> Iterator[Any]:
+    """What a module or an optimizer calls of the user's around what it does, and its own parameters in backward, in
+    order."""
+    tables = [table for name, table in getattr(owner, "__dict__", {}).items() if name.endswith("_hooks")]
+    for parameter in owner.parameters(recurse=False) if isinstance(owner, torch.nn.Module) else ():
+        tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    for table in tables:
+        yield from filter(is_users_own, (table or {}).values())
 
 
 def _keeps_state(value: Any) -> bool:

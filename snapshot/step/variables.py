@@ -30,7 +30,7 @@ from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import OURS
-from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, sample_of
+from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, rates_of_layer, sample_of
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.walk import LONGEST, is_installed, is_users_own, package_of, walk
 
@@ -109,7 +109,7 @@ def _variables() -> Iterator[list[tuple[str, Any]]]:
 class ChangingVariables:
     """Finds modules, tensors and arrays in variables that steps change in place, and lists of such that grow, if nobody
     captures them: averages of weights, queues, experience. What is assigned anew in each step, as a batch is, does not
-    count, nor do numbers. Used by the training thread.
+    count, nor do numbers, except the rates of torch's layers and losses. Used by the training thread.
 
     Args:
         adapters: returns those of the hooks that this process has entered.
@@ -136,16 +136,21 @@ class ChangingVariables:
             return  # a first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
-        for path, value, holder in walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST):
+        found = list(walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST))
+        parts_of_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
+        for path, value, holder in found:
             if id(value) in known or (holder is not None and id(holder) in known):
                 continue
             name = path.partition(".")[2]
             if isinstance(value, torch.nn.Module):
                 parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
-                yield (name, self._modules.setdefault(value, len(self._modules))), b"".join(filter(None, parts))
+                number = self._modules.setdefault(value, len(self._modules))
+                yield (name, number), b"".join(filter(None, parts))
+                rates = (rates_of_layer(f"{name}.{inner}".rstrip("."), each) for inner, each in value.named_modules())
+                yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in chain.from_iterable(rates))
             elif self._looks > FIRST_LOOKS:
                 continue  # to keep a batch until the next look would take memory for long
-            elif part := _sample(value, known):
+            elif part := _sample(value, known | parts_of_modules):
                 self._kept.append(value if holder is None else holder)
                 yield (re.split(r"[.\[{]", name, maxsplit=1)[0], (path, id(self._kept[-1]))), part
         del kept

@@ -243,6 +243,18 @@ def test_attributes_that_are_tracked_are_not_named(arena: Path, caplog: pytest.L
     assert not any("not captured" in text for text in warnings_of(caplog))
 
 
+def test_the_rate_of_a_layer_is_named_where_steps_change_it(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dropout = torch.nn.Dropout(0.5)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), dropout, torch.nn.Dropout(0.5))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with InMemorySnapshot(model, optim) as snap:
+        for _ in range(9):
+            step(snap, model, optim)
+            dropout.p *= 0.9
+    said = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
+    assert [text.partition(":")[0] for text in said] == ["model0.1.p"]
+
+
 class Noise:
     """A helper of the user's, with state of its own."""
 
@@ -293,6 +305,27 @@ def test_generators_of_helpers_classes_and_functions_come_back(arena: Path) -> N
     torch.manual_seed(0)
     life(3, killed=True)
     assert all(map(torch.equal, life(6, killed=False), whole))
+
+
+def noise_of(seed: int) -> Any:
+    """A hook with a generator that nothing else refers to."""
+    source = random.Random(seed)
+    return lambda *given: source.random()
+
+
+def test_generators_of_hooks_are_found_under_the_same_names_inside_the_block(arena: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def found() -> dict[str, Any]:
+        return {name: id(each) for name, each in generators([("model0", model), ("optim", optim)], []).items()}
+
+    with InMemorySnapshot(model, optim):  # its own hooks are first
+        model.register_forward_hook(noise_of(1))
+        next(model.parameters()).register_hook(noise_of(2))  # type: ignore[no-untyped-call]
+        optim.register_step_pre_hook(noise_of(3))
+        within = found()
+    assert within == found() and len(within) == 3
 
 
 def test_tensors_of_helpers_and_sets_of_them_are_found() -> None:

@@ -390,11 +390,14 @@ def said_of(
 @pytest.mark.usefixtures("arena")
 def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
-    mean, shadow = copy.deepcopy(job.model), Average(job.model)
+    mean, shadow = copy.deepcopy(job.model).requires_grad_(False), Average(job.model)
     queue: deque[torch.Tensor] = deque(maxlen=100)
     frozen, still = copy.deepcopy(job.model), torch.zeros(4)
 
+    ours: torch.Tensor | None = None
+
     def after() -> None:
+        nonlocal ours
         for ours, theirs in zip(mean.parameters(), job.model.parameters(), strict=True):
             ours.data.lerp_(theirs.detach(), 0.5)
         shadow.update(job.model)
@@ -405,8 +408,21 @@ def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.Lo
     frozen.eval()
     said = "".join(said_of(job.hook(), job, after, caplog))
     assert said.count('snap.track("mean", tensors=mean)') == 1
+    assert '"ours"' not in said  # one of the mean's
     assert said.count('snap.track("shadow", get=') == said.count('snap.track("queue", get=') == 1
     assert "frozen" not in said and "still" not in said and "batch" not in said and "predicted" not in said
+
+
+@pytest.mark.usefixtures("arena")
+def test_the_rate_of_a_loss_that_steps_change_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    job, smooth, fixed = Job(), torch.nn.CrossEntropyLoss(label_smoothing=0.5), torch.nn.HuberLoss(delta=0.5)
+
+    def after() -> None:
+        smooth.label_smoothing *= 0.9
+
+    said = "".join(said_of(job.hook(), job, after, caplog))
+    assert said.count('snap.track("label_smoothing", get=lambda: smooth.label_smoothing') == 1
+    assert isinstance(fixed, torch.nn.Module) and "fixed" not in said
 
 
 @pytest.mark.usefixtures("arena")
