@@ -32,7 +32,15 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.audit import OURS
 from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, rates_of_layer, sample_of
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.state.walk import LONGEST, is_installed, is_users_own, package_of, walk
+from holdfast.snapshot.state.walk import (
+    LIBRARIES,
+    LONGEST,
+    is_captured_as_such,
+    is_installed,
+    is_users_own,
+    package_of,
+    walk,
+)
 
 MOST = 5000
 """Maximum number of objects that are looked into."""
@@ -122,12 +130,13 @@ class ChangingVariables:
         self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # numbers that are not reused
         self._kept: list[Any] = []  # what else was looked at last, so that its ids are not reused
         self._told: set[str] = set()
+        self._with_state: set[str] = set()  # variables that `extra` takes
 
     def look(self) -> list[tuple[str, str]]:
         """Called in every step. Returns what to report: how the script calls it, and the line that it needs."""
         found = {name: isinstance(which, int) for name, which in self._changing.look() if name not in self._told}
         self._told |= found.keys()
-        return [(name, _line(name, whole)) for name, whole in found.items()]
+        return [(name, _line(name, whole, name in self._with_state)) for name, whole in found.items()]
 
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
@@ -142,6 +151,8 @@ class ChangingVariables:
             if id(value) in known or (holder is not None and id(holder) in known):
                 continue
             name = path.partition(".")[2]
+            if holder is None and _has_state(value):
+                self._with_state.add(name)
             if isinstance(value, torch.nn.Module):
                 parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
                 number = self._modules.setdefault(value, len(self._modules))
@@ -165,7 +176,9 @@ class ChangingVariables:
         return {*captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
 
 
-def _line(name: str, is_module: bool) -> str:
+def _line(name: str, is_module: bool, has_state: bool) -> str:
+    if has_state:
+        return f'extra={{"{name}": {name}}}'
     how = f"tensors={name}" if is_module else f"get=lambda: {name}, set=..."
     return f'snap.track("{name.rpartition(".")[2]}", {how})'
 
@@ -193,8 +206,15 @@ def _may_draw(value: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Steps may change the tensors of what data is read through, such as a sampler's weights, and reading does not."""
-    return isinstance(value, READ_THROUGH) or (is_users_own(value) and not callable(value))
+    """Steps may change the tensors of what data is read through, such as a sampler's weights, and reading does not. An
+    object of a library that has a ``load_state_dict``, as an average of the weights has, says that it keeps state."""
+    if isinstance(value, READ_THROUGH) or (_has_state(value) and package_of(type(value).__module__) not in LIBRARIES):
+        return True
+    return is_users_own(value) and not callable(value)
+
+
+def _has_state(value: Any) -> bool:
+    return hasattr(type(value), "load_state_dict") and not is_captured_as_such(value)
 
 
 class Variables:

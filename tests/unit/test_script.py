@@ -425,6 +425,29 @@ def test_the_rate_of_a_loss_that_steps_change_is_named_once(caplog: pytest.LogCa
     assert isinstance(fixed, torch.nn.Module) and "fixed" not in said
 
 
+class OfALibrary:
+    """What a library may keep an average in."""
+
+    __module__ = "pytest.averages"
+
+    def __init__(self) -> None:
+        self.mean = torch.ones(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean.copy_(state["mean"])
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_object_of_a_library_that_has_state_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    job, average, given = Job(), OfALibrary(), OfALibrary()
+    snap = InMemorySnapshot(job.model, job.optim, scheduler=job.schedule, extra={"given": given})
+    said = "".join(said_of(snap, job, lambda: (average.mean.mul_(0.5), given.mean.mul_(0.5)), caplog))
+    assert said.count('extra={"average": average}') == 1 and '"given"' not in said
+
+
 @pytest.mark.usefixtures("arena")
 def test_weights_of_a_sampler_that_steps_change_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     job, sampler, fixed = Job(), WeightedRandomSampler([1.0] * 6, 6), WeightedRandomSampler([1.0] * 6, 6)
