@@ -13,6 +13,7 @@ certainly begins anew; see `snapshot.first_turns.FirstTurns.check_script`.
 from __future__ import annotations
 
 import ast
+import asyncio
 import dis
 import inspect
 import linecache
@@ -47,8 +48,15 @@ DEEPEST = 2
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
 """Types of values that may be state. Those of other objects are looked at where they change."""
 
-FED = (queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, Future)
-"""Types of what other threads and processes leave something in for a step."""
+FED = (
+    queue.Queue,
+    queue.SimpleQueue,
+    asyncio.Queue,
+    multiprocessing.queues.Queue,
+    multiprocessing.queues.SimpleQueue,
+    Future,
+)
+"""Types of what other threads, tasks and processes leave something in for a step."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import itertools
 import logging
@@ -368,6 +369,17 @@ def fed_by_a_queue(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.optim.step()
 
 
+def fed_by_a_task(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    numbers: asyncio.Queue[float] = asyncio.Queue()
+    for number in range(STEPS):
+        numbers.put_nowait(float(number))
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        (job.model(torch.randn(2, 4)).sum() * numbers.get_nowait()).backward()
+        yield
+        job.optim.step()
+
+
 def read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     numbers = itertools.count()
     with ThreadPoolExecutor(1) as pool:
@@ -401,6 +413,7 @@ def logged_by_a_thread(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     [
         (fed_by_an_object, "beside the loop (reads ahead)"),
         (fed_by_a_queue, "numbers = iter(snap.data("),
+        (fed_by_a_task, "numbers = iter(snap.data("),
         (read_ahead, "ahead = iter(snap.data("),
         (logged_by_a_thread, ""),
     ],
