@@ -157,8 +157,9 @@ class ChangingVariables:
                 parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
                 number = self._modules.setdefault(value, len(self._modules))
                 yield (name, number), b"".join(filter(None, parts))
-                rates = (rates_of_layer(f"{name}.{inner}".rstrip("."), each) for inner, each in value.named_modules())
-                yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in chain.from_iterable(rates))
+                for inner, layer in value.named_modules():
+                    rates = rates_of_layer(f"{name}.{inner}".rstrip("."), layer) if id(layer) not in known else ()
+                    yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
             elif self._looks > FIRST_LOOKS:
                 continue  # to keep a batch until the next look would take memory for long
             elif part := _sample(value, known | parts_of_modules):
