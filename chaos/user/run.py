@@ -94,7 +94,18 @@ def _undisturbed(plan: CommandPlan, folder: Path, name: str) -> list[Notes]:
                 raise DeadlineExceeded(f"the {name} run took over {plan.deadline_s:.0f} s\n{tail(log)}")
             if status:
                 raise HoldfastError(f"the {name} run ended with status {status}\n{tail(log)}")
-    return read_last(folder / "notes", log, name)
+    last = read_last(folder / "notes", log, name)
+    check_one_job(plan.nodes, read(folder / "notes"))
+    return last
+
+
+def check_one_job(nodes: int, ranks: Sequence[Sequence[Notes]]) -> None:
+    """Raises `HoldfastError` if the commands on several nodes did not meet, so that each trained alone."""
+    if nodes > 1 and all(len({process.pid for process in processes}) == nodes for processes in ranks):
+        raise HoldfastError(
+            f"the commands on the {nodes} nodes did not meet: each trained alone, as {len(ranks)} ranks. Have them "
+            f"meet, such as with torchrun --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29400"
+        )
 
 
 class _Disturbed(Runner):

@@ -27,6 +27,7 @@ from holdfast.chaos.user.command import (
     judge,
 )
 from holdfast.chaos.user.nodes import CommandNode
+from holdfast.chaos.user.run import check_one_job
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -208,6 +209,15 @@ def test_a_node_is_lost_under_agents_of_torchrun_and_a_spare_takes_its_place(
     found = json.loads(report.read_text())
     assert [fault["kind"] for fault in found["injected"]] == ["kill-trainer", "lose-node"]
     assert found["epochs"] == 3
+
+
+def test_commands_that_train_side_by_side_are_no_job() -> None:
+    alone = [[notes(0, 9, epoch=pid) for pid in (1, 2, 3)]]
+    with pytest.raises(HoldfastError, match="did not meet"):
+        check_one_job(3, alone)
+    check_one_job(1, alone)
+    check_one_job(3, [[notes(0, 9, epoch=pid)] for pid in (1, 2, 3)])
+    check_one_job(3, [*alone, [notes(0, 9)]])
 
 
 def test_only_where_there_are_several_nodes_are_they_lost() -> None:
