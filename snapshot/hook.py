@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, StaleEpoch
 from holdfast.smp_daemon.shared.goodput import Spent
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
@@ -522,8 +522,11 @@ class Session:
         except HoldfastError as failure:
             if options.strict:
                 raise
-            command = f"`holdfast gc --job {options.job} --arena {options.job_arena.parent}` here removes it"
-            end = "it holds the job's snapshots" if kept else command
+            end = "it holds the job's snapshots"
+            if isinstance(failure, StaleEpoch):
+                end = "a newer start of the job uses it"
+            elif not kept:
+                end = f"`holdfast gc --job {options.job} --arena {options.job_arena.parent}` here removes it"
             log.error("the SMP of this node was left running (%s): %s", end, failure)
         finally:
             if self.rank.agreement.rank == 0 and (account := self._statistics.spent.sentence()):

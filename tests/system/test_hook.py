@@ -679,6 +679,20 @@ def test_whoever_cannot_end_an_smp_names_the_command_that_does(
     assert line.split("`")[1] == f"holdfast gc --job test --arena {arena}"
 
 
+def test_whoever_is_replaced_by_a_newer_start_is_not_told_to_remove_what_that_one_holds(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 3)
+        newer = SmpClient(arena / "test", "test")
+        newer.join(newer.inventory().epoch + 1)
+        newer.close()
+    [line] = [line for line in caplog.messages if "left running" in line]
+    assert "newer start" in line and "holdfast gc" not in line
+    assert (arena / "test").exists()
+
+
 def test_state_that_cannot_be_captured_later_does_not_disturb_the_loop(arena: Path) -> None:
     class Moody:
         content: Any = 1
