@@ -138,7 +138,7 @@ def test_an_older_generation_is_restored_and_the_newer_stay_until_there_is_anoth
     assert held(arena)[-3:] == [4, 5, 6]
     assert len(list((arena / "test").glob("*.safetensors"))) == 3 + 2
     [(_, overview)] = gather(arena)
-    assert [snapshot.step for snapshot in overview.older][:2] == [4, 3]
+    assert [snapshot.step for snapshot in overview.older][:2] == [5, 4]
     with pytest.raises(ConfigError, match=r"RESTORE_STEP=9: .* holds steps 6, 5, 4"):
         life(0, generations=3, restore_step=9)
     assert life(0, history, generations=3, restore_step=4) == 4, "bit for bit, as the history says"
