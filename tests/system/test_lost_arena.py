@@ -79,12 +79,12 @@ def test_what_a_successor_needs_is_written_again_while_it_runs(ground: Ground, f
         path.touch()
     elif takes == "puts a directory":
         path.mkdir()
-    await_that(lambda: path.is_file() and path.read_bytes() == content)
+    await_that(lambda: f"{path.name} was lost" in (smps[0].arena / "smp.log").read_text())
+    assert path.read_bytes() == content
     smps[0].restart()
     run["dp0"].client.reconnect()
     again = run["dp0"].client.inventory()
     assert (again.shards, again.parities, again.layouts) == (held.shards, held.parities, held.layouts)
-    assert f"{path.name} was lost" in (smps[0].arena / "smp.log").read_text()
 
 
 def test_it_goes_on_where_what_is_gone_cannot_be_written_again(
