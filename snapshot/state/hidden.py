@@ -226,7 +226,8 @@ def _hooks_of(owner: Any) -> Iterator[Any]:
     for parameter in owner.parameters(recurse=False) if isinstance(owner, torch.nn.Module) else ():
         tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     for table in tables:
-        yield from filter(is_users_own, (table or {}).values())
+        if isinstance(table, dict):  # else it is a list of the user's own, or nothing was ever registered
+            yield from filter(is_users_own, table.values())
 
 
 def _keeps_state(value: Any) -> bool:

@@ -320,6 +320,7 @@ def test_generators_of_hooks_are_found_under_the_same_names_inside_the_block(are
     def found() -> dict[str, Any]:
         return {name: id(each) for name, each in generators([("model0", model), ("optim", optim)], []).items()}
 
+    model.__dict__["own_hooks"] = [print]  # not torch's, whatever its name
     with InMemorySnapshot(model, optim):  # its own hooks are first
         model.register_forward_hook(noise_of(1))
         next(model.parameters()).register_hook(noise_of(2))  # type: ignore[no-untyped-call]
