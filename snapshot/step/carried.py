@@ -230,6 +230,7 @@ class Flow:
         named: what is captured, or is no state.
         helpers: the functions that it calls, by the paths that it calls them by.
         gives: whether what the function yields or returns is a batch.
+        given: arguments, and other paths, to which its caller has given values; they count as carried.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Flow:
         named: Named,
         helpers: Mapping[str, Helper],
         gives: bool = False,
+        given: Iterable[str] = (),
     ) -> None:
         self.found = Carries()
         self._values = values
@@ -250,7 +252,8 @@ class Flow:
         self._reads = reads
         self._helpers = helpers
         self._gives = gives
-        self._lines = self._assigned_in(turns or [function])
+        self._used: dict[str, set[str]] = {}  # see `_used_by`
+        self._lines = dict.fromkeys(given, 0) | self._assigned_in(turns or [function])
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._state: dict[str, Origins] = {}
         self._loops: list[ast.AST] = []
@@ -259,6 +262,7 @@ class Flow:
         if not turns:
             outside = outlives(function)
             self._carry(path for path in self._lines if outside(path))
+        self._carry(given)
         self._block(function.body)
 
     def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
@@ -476,6 +480,14 @@ class Flow:
             return
         of_user = isinstance(called, FunctionType | MethodType) and is_users_own(called) and not _is_ours(owner)
         takes = of_user and any(self._trains(self._value_of(path_of(each))) for each in given)
+        if (helper := self._helpers.get(path_of(node.func))) is not None:
+            by_name = dict(zip(helper.arguments, node.args, strict=False))
+            by_name |= {each.arg: each.value for each in node.keywords if each.arg}
+            for path in self._used_by(path_of(node.func), helper):
+                if path in by_name:
+                    self._reaches(self._origins(by_name[path]))
+                elif path not in helper.arguments:
+                    self._reaches(self._state.get(helper.called_outside(path), NONE))
         if name in TRAINS_BY or trains or takes:
             self._reaches(frozenset().union(*map(self._origins, given)))
         if name == "backward" and receiver is not None:
@@ -483,6 +495,17 @@ class Flow:
         acts = name in ACTS and (trains or owner is MISSING or isinstance(owner, torch.Tensor))
         if acts or takes or (name in IN_PLACE and isinstance(owner, torch.Tensor)):
             self._reaches(self._decided)
+
+    def _used_by(self, called: str, helper: Helper) -> set[str]:
+        """Which arguments of a helper, and which of the paths that are assigned here, reach a step in it, by its own
+        paths."""
+        if called not in self._used:
+            inside = (helper.called_inside(path, self._shared) for path in self._lines)
+            given = {*helper.arguments, *inside} - {""}
+            known = RunningValues(helper.names)
+            found = Flow(helper.function, [], False, known, self._named, helper.calls, given=sorted(given)).found
+            self._used[called] = given & found.carried.keys()
+        return self._used[called]
 
     def _reaches(self, origins: Origins) -> None:
         """A value reaches a step."""
@@ -835,6 +858,7 @@ class Helper:
         function: its source. names: the values that it knows.
         owner: the path of the object whose method it is; empty if it is none, or the caller has no name for it.
         itself: what the method calls that object; empty if it is none.
+        free: its variables that are those of functions around it.
         calls: the helpers that it calls itself, by its own paths.
     """
 
@@ -842,7 +866,15 @@ class Helper:
     names: Mapping[str, Any]
     owner: str
     itself: str
+    free: Collection[str]
     calls: Mapping[str, Helper]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of its arguments, as a call of it gives them."""
+        given = self.function.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args)]
+        return [*names[bool(self.itself) :], *(each.arg for each in given.kwonlyargs)]
 
     @property
     def writes(self) -> dict[str, int]:
@@ -860,6 +892,13 @@ class Helper:
         if not self.itself or root_of(path) != self.itself:
             return path
         return self.owner and self.owner + path[len(self.itself) :]
+
+    def called_inside(self, path: str, shared: Collection[str]) -> str:
+        """What the function calls a path of the caller; empty if it does not know that. `shared`: variables that mean
+        the same to both."""
+        if self.owner and f"{path}.".startswith(f"{self.owner}."):
+            return self.itself + path[len(self.owner) :]
+        return path if root_of(path) in {*self.free, *shared} and outlives(self.function)(path) else ""
 
 
 def _content(cell: CellType) -> Any:
@@ -906,7 +945,7 @@ def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
     known = RunningValues(names)
     within = called_in(function.body) if deepest else []
     calls = {path: each for path in within if (each := helper_of(path, known, deepest - 1)) is not None}
-    return Helper(function, names, owner if itself else "", itself, calls)
+    return Helper(function, names, owner if itself else "", itself, inner.__code__.co_freevars, calls)
 
 
 def _enters(function: Function, values: RunningValues, line: int) -> ast.With | ast.AsyncWith | None:

@@ -530,6 +530,77 @@ def test_what_helpers_call_is_looked_into(caplog: pytest.LogCaptureFixture) -> N
     assert "training.penalty.share (line" in line
 
 
+class Scheduled:
+    """Its loop counts, and its methods read the counts."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.loss = torch.zeros(())
+        self.turns = self.passed = self.logged = self.used = 0
+
+    def warm(self) -> None:
+        self.set_rate(0.01 * (1 + self.turns))
+
+    def set_rate(self, rate: float, logged: int = 0) -> None:
+        for group in self.job.optim.param_groups:
+            group["lr"] = rate
+        print(logged)
+
+    def backward(self) -> None:
+        torch.autograd.backward(self.loss)
+
+    def tell(self) -> None:
+        print(self.logged)
+
+    def train(self, snap: InMemorySnapshot) -> Iterator[None]:
+        self.used = snap.step
+        for _ in snap.steps(STEPS):
+            self.job.optim.zero_grad()
+            self.warm()
+            self.set_rate(0.01 * self.passed + self.used, self.logged)
+            self.loss = self.job.model(torch.randn(2, 4)).square().sum()
+            self.backward()
+            yield
+            self.job.optim.step()
+            self.tell()
+            self.turns += 1
+            self.passed += 1
+            self.logged += 1
+            self.used += 1
+
+
+def with_methods_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    yield from Scheduled(job).train(snap)
+
+
+def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    turns = logged = 0
+
+    def warm() -> None:
+        for group in job.optim.param_groups:
+            group["lr"] = 0.01 * (1 + turns)
+        print(logged)
+
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        warm()
+        job.model(torch.randn(2, 4)).square().sum().backward()
+        yield
+        job.optim.step()
+        turns += 1
+        logged += 1
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_helpers_read_or_are_given_reaches_what_they_do(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_methods_that_read, caplog)
+    assert "self.turns (line" in line and "self.passed (line" in line
+    assert not any(f"self.{name} (line" in line for name in ("loss", "logged", "used"))
+    caplog.clear()
+    (line,) = said(with_functions_that_read, caplog)
+    assert "turns (line" in line and "logged (line" not in line
+
+
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [annealed, annealed_in_a_function])
 def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
