@@ -259,11 +259,11 @@ class Flow:
         self._loops: list[ast.AST] = []
         self._decided: Origins = NONE  # what decides whether this statement runs
         self._shared = _globals_of(function)
-        if not turns:
-            outside = outlives(function)
-            self._carry(path for path in self._lines if outside(path))
-        self._carry(given)
-        self._block(function.body)
+        outside = (lambda path: False) if turns else outlives(function)
+        for _ in range(1 if turns else 2):  # what a call leaves reaches the next one
+            self._state = {path: origins for path, origins in self._state.items() if outside(path)}
+            self._carry([*filter(outside, self._lines), *given])
+            self._block(function.body)
 
     def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
         """As `assigned_in`, with what the functions assign that are called there."""
@@ -402,7 +402,7 @@ class Flow:
                 del self._state[inner]
         elif isinstance(target, ast.Attribute | ast.Subscript):
             changed = self._value_of(path_of(target.value))
-            if self._trains(changed) or (changed is MISSING and path.endswith("['lr']")):
+            if self._trains(changed) or (changed is MISSING and path.endswith(("['lr']", ".grad"))):
                 self._reaches(origins)
             if not path:
                 origins |= self._expression(target.slice) if isinstance(target, ast.Subscript) else NONE
@@ -488,7 +488,8 @@ class Flow:
                     self._reaches(self._origins(by_name[path]))
                 elif path not in helper.arguments:
                     self._reaches(self._state.get(helper.called_outside(path), NONE))
-        if name in TRAINS_BY or trains or takes:
+        is_gradient = isinstance(receiver, ast.Attribute) and receiver.attr == "grad"
+        if name in TRAINS_BY or trains or takes or (is_gradient and name in IN_PLACE):
             self._reaches(frozenset().union(*map(self._origins, given)))
         if name == "backward" and receiver is not None:
             self._reaches(self._origins(receiver))
@@ -616,11 +617,12 @@ class CarriedVariables:
     def _look(self, at: Mapping[CodeType, int]) -> Carries:
         found, frames = Carries(), {frame.f_code: frame for frame in users_frames()}
         named = Named(self._adapters())
+        sources = {code: function_of(code, frame.f_globals) for code, frame in frames.items()}
         for code, frame in frames.items():
-            if (function := function_of(code, frame.f_globals)) is not None:
+            if (function := sources[code]) is not None:
                 line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
                 within = _enters(function, values, frame.f_lineno if line is None else line)
-                one = _look_into(function, frame.f_lineno, line, within, named, values)
+                one = _look_into(function, frame.f_lineno, line, within, named, values, sources.values())
                 for path in [path for path in one.carried if _reads_on(values.of(path))]:
                     several = isinstance(values.of(path), PLAIN)
                     found.iterators[f"{path}[i]" if several else path] = one.carried.pop(path)
@@ -642,6 +644,7 @@ def _look_into(
     within: ast.With | ast.AsyncWith | None,
     named: Named,
     values: RunningValues,
+    running: Collection[Function | None],
 ) -> Carries:
     """What a running function carries.
 
@@ -649,6 +652,7 @@ def _look_into(
         line: where it is. begun: where it was as the step began; None: it was not running.
         within: the block around that line that enters the hook.
         values: its variables.
+        running: all functions that are running, each of which is looked into.
     """
     turns: list[ast.For | ast.While] = []
     reads = False
@@ -670,7 +674,8 @@ def _look_into(
             if not named.has(values, path, values.of(path)):
                 found.carried.setdefault(path, line)
     for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
-        if helper.owner and any(path.startswith(f"{helper.owner}.") for path in found.carried):
+        is_state = helper.owner and helper.function not in running
+        if is_state and any(path.startswith(f"{helper.owner}.") for path in found.carried):
             written = helper.writes.items()
             found.carried |= {path: at for path, at in written if not named.has(values, path, values.of(path))}
     return found

@@ -78,6 +78,8 @@ TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()
             TRAIN + "n += 1\nif n % 4 == 0:\n    good = model.state_dict()\nelse:\n    model.load_state_dict(good)",
             {"n", "good"},
         ),
+        (TRAIN.replace("optim.step", "for p in ps:\n    p.grad.mul_(1 / n)\noptim.step") + "n += 1", {"n"}),
+        (TRAIN.replace("optim.step", "for p in ps:\n    p.grad *= n\noptim.step") + "n += 1", {"n"}),
         ("n.append(x)\nmodel(n[0]).sum().backward()\noptim.step()", {"n"}),
         ("n[y] = x\nmodel(n).sum().backward()\noptim.step()", {"n"}),
         (TRAIN + "average.update_parameters(model)", {"average"}),
@@ -571,6 +573,41 @@ class Scheduled:
 
 def with_methods_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     yield from Scheduled(job).train(snap)
+
+
+class Cooling:
+    """One number follows from another, and the loop is in one method, the step in the other."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.turns = self.told = 0
+        self.temperature = 1.0
+        self.batch = torch.zeros(())
+
+    def step(self) -> None:
+        self.batch = torch.randn(2, 4)
+        (self.job.model(self.batch).square().sum() * self.temperature).backward()
+        self.job.optim.step()
+        self.turns += 1
+        self.told += 1
+        self.temperature = max(0.1, 1 - 0.01 * self.turns)
+
+    def train(self, snap: InMemorySnapshot) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            self.job.optim.zero_grad()
+            yield
+            self.step()
+
+
+def with_a_number_of_a_number(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    yield from Cooling(job).train(snap)
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_follows_from_what_is_carried_is_named_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_a_number_of_a_number, caplog)
+    assert "self.turns (line" in line and "self.temperature (line" in line
+    assert "self.told (line" not in line and "self.batch (line" not in line
 
 
 def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
