@@ -11,7 +11,6 @@ __all__ = [
     "orders",
     "own_time",
     "position",
-    "reader",
     "source",
     "turns",
     "variables",
