@@ -40,8 +40,8 @@ from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, BEGUN, GONE, OURS, SOCKET, not_private
-from holdfast.smp_daemon.shared.plain import encode_digested, to_plain
-from holdfast.smp_daemon.shared.records import PART, read_json, write, write_json
+from holdfast.smp_daemon.shared.plain import to_plain
+from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, room, too_small
 
@@ -120,9 +120,18 @@ class ArenaDirectory:
         log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
         put_away(path, self._files)
 
-    def write_again(self, path: Path, content: Callable[[], bytes]) -> None:
-        """Write a small file again if somebody has deleted or emptied it, or put something else in its place: a
-        successor believes nothing without it. Raises `ArenaTooSmall`, and `ConfigError` as `put_away`."""
+    def write_again(self, path: Path, data: Callable[[], Any]) -> None:
+        """Write a small JSON file again if somebody has deleted or emptied it, or put something else in its place: a
+        successor believes nothing without it.
+
+        Args:
+            data: returns its content, as plain values. Called only if the file is gone: all files are looked at every
+                second, with the store's lock held.
+
+        Raises:
+            ArenaTooSmall: it cannot be written.
+            ConfigError: as `put_away`.
+        """
         try:
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_size:
@@ -130,7 +139,7 @@ class ArenaDirectory:
         except FileNotFoundError:
             pass
         put_away(path, self._files)
-        write(path, content())
+        write_json(path, data())
         log.warning("%s was lost and is written again", path, extra=about(file=path.name))
 
     def close(self) -> None:
@@ -336,7 +345,7 @@ class LayoutFiles(dict[tuple[int, int], Layout]):
     def write_lost(self, directory: ArenaDirectory) -> None:
         """Write those files again that are gone. Raises as `ArenaDirectory.write_again`."""
         for of, layout in self.items():
-            directory.write_again(self._path(*of), partial(encode_digested, to_plain(layout)))
+            directory.write_again(self._path(*of), partial(to_plain, layout))
 
     def drop_older(self, keep: Collection[int]) -> None:
         """Delete the layouts of epochs before the newest that are not in `keep`."""

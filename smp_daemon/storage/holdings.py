@@ -76,7 +76,7 @@ class Commit:
     @classmethod
     def of(cls, record: Record) -> Self:
         """Encode the commit record of a shard or of a complete parity."""
-        return cls(_key_of(record), record, _encoded(record))
+        return cls(_key_of(record), record, encode_digested(to_plain(record)))
 
 
 class Holdings:
@@ -115,7 +115,7 @@ class Holdings:
             for key, record in self._records.items():
                 pool = self.pool(key)
                 if (slot := pool.find(key.snapshot, SlotState.SEALED)) is not None:
-                    self.arena.directory.write_again(pool.record_path(slot), partial(_encoded, record))
+                    self.arena.directory.write_again(pool.record_path(slot), partial(to_plain, record))
 
     def held(self) -> list[Key]:
         """The keys of everything held."""
@@ -409,10 +409,6 @@ class Holdings:
         text, extra = "unit %d of %s is damaged", about(key.snapshot, unit=index)
         self._episodes.begin(key, text, index, key, extra=extra)
         return True
-
-
-def _encoded(record: Record) -> bytes:
-    return encode_digested(to_plain(record))
 
 
 def _key_of(record: Record) -> Key:

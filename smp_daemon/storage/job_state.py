@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StaleEpoch, VersionMismatch
@@ -20,8 +21,8 @@ from holdfast.smp_daemon.shared.identity import Run, epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_UNIT_BYTES
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
-from holdfast.smp_daemon.shared.plain import Count, Identifier, encode_digested, from_plain, to_plain
-from holdfast.smp_daemon.shared.records import read_json, write
+from holdfast.smp_daemon.shared.plain import Count, Identifier, from_plain, to_plain
+from holdfast.smp_daemon.shared.records import read_json, write_json
 from holdfast.smp_daemon.shared.settings import ARENA, NODE
 from holdfast.smp_daemon.shared.starts import WELL, Record, Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import Files
@@ -202,17 +203,17 @@ class JobState:
 
     def write(self) -> None:
         """Write ``node.json``. Raises as `records.write`."""
-        write(self._arena.path / NODE_FILE, self._encoded())
+        write_json(self._arena.path / NODE_FILE, self._plain())
 
     def write_lost(self) -> None:
         """Write ``node.json`` again if it is gone. Raises as `ArenaDirectory.write_again`."""
         with self._changed:
             if self.epoch:  # else nothing was noted yet
-                self._arena.directory.write_again(self._arena.path / NODE_FILE, self._encoded)
+                self._arena.directory.write_again(self._arena.path / NODE_FILE, self._plain)
 
-    def _encoded(self) -> bytes:
+    def _plain(self) -> Any:
         known = NodeFile(self._job, self._node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
-        return encode_digested(to_plain(known))
+        return to_plain(known)
 
     def adopt(self) -> Predecessor:
         """Take over what a predecessor knew. Raises as `read_node_file`, but for a damaged file."""

@@ -37,7 +37,6 @@ ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = {
     "storage.job_state.JobState.write",
-    "storage.job_state.JobState._encoded",
     "storage.arena.ArenaDirectory.write_again",
     "storage.job_state.read_node_file",
     "storage.arena.LayoutFiles.add",
