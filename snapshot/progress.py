@@ -56,7 +56,7 @@ class Statistics:
 
     @property
     def spent(self) -> Spent:
-        """See the class. Added up here, since each step would wait for it."""
+        """See the class. Computed when it is asked for, so that no step waits for it."""
         stall_s = self._stalled_until_s - self._stalled_s
         spent = self._before.stepped(self._ended_s, stall_s, self._steps) if self._steps else self._before
         return replace(spent, own=self._own())

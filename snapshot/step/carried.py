@@ -470,7 +470,8 @@ class Flow:
         if (changed := _changed_by(node)) is not None and (path := path_of(changed)):
             put = frozenset().union(*map(self._origins, given))
             self._state[path] = self._state.get(path, NONE) | self._decided | put
-        called = self._value_of(path_of(node.func))
+        function = path_of(node.func)
+        called = self._value_of(function)
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         owner = MISSING if receiver is None else self._value_of(path_of(receiver))
         trains = self._trains(called) or self._trains(owner)
@@ -480,10 +481,10 @@ class Flow:
             return
         of_user = isinstance(called, FunctionType | MethodType) and is_users_own(called) and not _is_ours(owner)
         takes = of_user and any(self._trains(self._value_of(path_of(each))) for each in given)
-        if (helper := self._helpers.get(path_of(node.func))) is not None:
+        if (helper := self._helpers.get(function)) is not None:
             by_name = dict(zip(helper.arguments, node.args, strict=False))
             by_name |= {each.arg: each.value for each in node.keywords if each.arg}
-            for path in self._used_by(path_of(node.func), helper):
+            for path in self._used_by(function, helper):
                 if path in by_name:
                     self._reaches(self._origins(by_name[path]))
                 elif path not in helper.arguments:

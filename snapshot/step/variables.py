@@ -146,7 +146,8 @@ class ChangingVariables:
         known, kept = self._known(), self._kept
         self._kept = []
         found = list(walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST))
-        parts_of_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
+        within_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
+        seen = known | within_modules  # tensors of a module are not told of beside it
         for path, value, holder in found:
             if id(value) in known or (holder is not None and id(holder) in known):
                 continue
@@ -162,7 +163,7 @@ class ChangingVariables:
                     yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
             elif self._looks > FIRST_LOOKS:
                 continue  # to keep a batch until the next look would take memory for long
-            elif part := _sample(value, known | parts_of_modules):
+            elif part := _sample(value, seen):
                 self._kept.append(value if holder is None else holder)
                 yield (re.split(r"[.\[{]", name, maxsplit=1)[0], (path, id(self._kept[-1]))), part
         del kept
