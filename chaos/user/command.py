@@ -93,7 +93,7 @@ class CommandPlan:
             raise ConfigError(f"--nodes {self.nodes}: choose 1 to {MOST_NODES}, all of which run on this machine")
         most = self.steps - FIRST_STEP - STEPS_AFTER
         if most < 1:
-            raise ConfigError(f"--steps {self.steps}: choose {self.steps - most + 1} or more")
+            raise ConfigError(f"--steps {self.steps}: choose {FIRST_STEP + STEPS_AFTER + 1} or more")
         if not 1 <= self.faults <= most:
             raise ConfigError(
                 f"{self.faults} faults in {self.steps} steps: choose 1 to {most}, or more steps with --steps"

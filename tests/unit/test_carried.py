@@ -575,6 +575,34 @@ def with_methods_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     yield from Scheduled(job).train(snap)
 
 
+def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    turns = logged = 0
+
+    def warm() -> None:
+        for group in job.optim.param_groups:
+            group["lr"] = 0.01 * (1 + turns)
+        print(logged)
+
+    for _ in snap.steps(STEPS):
+        job.optim.zero_grad()
+        warm()
+        job.model(torch.randn(2, 4)).square().sum().backward()
+        yield
+        job.optim.step()
+        turns += 1
+        logged += 1
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_helpers_read_or_are_given_reaches_what_they_do(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_methods_that_read, caplog)
+    assert "self.turns (line" in line and "self.passed (line" in line
+    assert not any(f"self.{name} (line" in line for name in ("loss", "logged", "used"))
+    caplog.clear()
+    (line,) = said(with_functions_that_read, caplog)
+    assert "turns (line" in line and "logged (line" not in line
+
+
 class Cooling:
     """One number follows from another, and the loop is in one method, the step in the other."""
 
@@ -608,34 +636,6 @@ def test_what_follows_from_what_is_carried_is_named_with_it(caplog: pytest.LogCa
     (line,) = said(with_a_number_of_a_number, caplog)
     assert "self.turns (line" in line and "self.temperature (line" in line
     assert "self.told (line" not in line and "self.batch (line" not in line
-
-
-def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    turns = logged = 0
-
-    def warm() -> None:
-        for group in job.optim.param_groups:
-            group["lr"] = 0.01 * (1 + turns)
-        print(logged)
-
-    for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
-        warm()
-        job.model(torch.randn(2, 4)).square().sum().backward()
-        yield
-        job.optim.step()
-        turns += 1
-        logged += 1
-
-
-@pytest.mark.usefixtures("arena")
-def test_what_helpers_read_or_are_given_reaches_what_they_do(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_methods_that_read, caplog)
-    assert "self.turns (line" in line and "self.passed (line" in line
-    assert not any(f"self.{name} (line" in line for name in ("loss", "logged", "used"))
-    caplog.clear()
-    (line,) = said(with_functions_that_read, caplog)
-    assert "turns (line" in line and "logged (line" not in line
 
 
 @pytest.mark.usefixtures("arena")
