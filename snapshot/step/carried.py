@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from tokenize import TokenError
-from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, package_of, walk
-from holdfast.snapshot.step.variables import is_users_frame, users_frames
+from holdfast.snapshot.step.variables import frames_called_by_a_library, is_users_frame, users_frames
 
 log = get_log(__name__)
 
@@ -593,16 +593,20 @@ class CarriedVariables:
     def __init__(self, adapters: Callable[[], Collection[Adapter]]) -> None:
         self._adapters = adapters
         self._steps = 0
-        self._at: dict[CodeType, int] = {}  # where functions were as the second step began
+        self._suspended: list[FrameType] = []  # generators that the first step ran in; the second may run in them, too
+        self._at: dict[FrameType, int] = {}  # where functions were as the second step began
 
     def step_begins(self) -> None:
         """A step begins, maybe once more: each batch begins one, and some turns read several."""
         if self._steps == 1 and not self._at:
-            self._at = {frame.f_code: frame.f_lineno for frame in users_frames()}
+            self._at = {frame: frame.f_lineno for frame in (*self._suspended, *users_frames())}
+            self._suspended = []
 
     def stepped(self) -> None:
         """An optimizer has stepped."""
         self._steps += 1
+        if self._steps == 1:
+            self._suspended = [each for each in users_frames() if each.f_code.co_flags & inspect.CO_GENERATOR]
 
     def look(self) -> Carries | None:
         """A step is about to end. Returns what was found, once; None: this is not the time."""
@@ -615,17 +619,19 @@ class CarriedVariables:
             log.exception("what the script carries from turn to turn could not be followed, and is not told")
             return None
 
-    def _look(self, at: Mapping[CodeType, int]) -> Carries:
-        found, frames = Carries(), {frame.f_code: frame for frame in users_frames()}
+    def _look(self, at: Mapping[FrameType, int]) -> Carries:
         named = Named(self._adapters())
-        sources = {code: function_of(code, frame.f_globals) for code, frame in frames.items()}
-        for code, frame in frames.items():
-            if (function := sources[code]) is not None:
-                line, values = at.get(code), RunningValues({**frame.f_globals, **frame.f_locals})
-                within = _enters(function, values, frame.f_lineno if line is None else line)
-                one = _look_into(function, frame.f_lineno, line, within, named, values, sources.values())
-                for path in [path for path in one.carried if _reads_on(values.of(path))]:
-                    several = isinstance(values.of(path), PLAIN)
+        running = [each for frame in users_frames() if (each := _running(frame, at.get(frame))) is not None]
+        by_library = set(frames_called_by_a_library())
+        innermost = [each for each in running if each.frame in by_library]
+        if any(each.turns for each in innermost):
+            innermost = []
+        found = Carries()
+        for each in running:
+            if each.turns or each.begun is None or (each in innermost and each.within is None):
+                one = _carried_in(each, named, [other.function for other in running])
+                for path in [path for path in one.carried if _reads_on(each.values.of(path))]:
+                    several = isinstance(each.values.of(path), PLAIN)
                     found.iterators[f"{path}[i]" if several else path] = one.carried.pop(path)
                 found.carried = one.carried | found.carried
                 found.updated = one.updated | found.updated
@@ -633,49 +639,61 @@ class CarriedVariables:
                 found.numbered |= one.numbered
                 found.skips |= one.skips
                 found.passes |= one.passes
-                if within is not None:
-                    break  # what is further out trains more than once
+            if each.within is not None:
+                break  # what is further out trains more than once
         return found
 
 
-def _look_into(
-    function: Function,
-    line: int,
-    begun: int | None,
-    within: ast.With | ast.AsyncWith | None,
-    named: Named,
-    values: RunningValues,
-    running: Collection[Function | None],
-) -> Carries:
-    """What a running function carries.
+@dataclass(frozen=True, eq=False, slots=True)
+class Running:
+    """A function of the user that is running.
 
-    Args:
-        line: where it is. begun: where it was as the step began; None: it was not running.
-        within: the block around that line that enters the hook.
-        values: its variables.
-        running: all functions that are running, each of which is looked into.
+    Attributes:
+        function: its source. values: of its variables.
+        begun: where it was as the step began; None: it was not running, so it is called in each turn.
+        within: the block around it that enters the hook.
+        turns: its loops that the turn is in, from the outermost inwards.
     """
+
+    frame: FrameType
+    function: Function
+    values: RunningValues
+    begun: int | None
+    within: ast.With | ast.AsyncWith | None
+    turns: list[ast.For | ast.While]
+
+
+def _running(frame: FrameType, begun: int | None) -> Running | None:
+    function = function_of(frame.f_code, frame.f_globals)
+    if function is None:
+        return None
+    line, values = frame.f_lineno, RunningValues({**frame.f_globals, **frame.f_locals})
+    within = _enters(function, values, line if begun is None else begun)
     turns: list[ast.For | ast.While] = []
-    reads = False
     if begun is not None:
         stepped = loops_at(function, line)
         turns = [each for each in loops_at(function, begun) if each in stepped]
         turns = [each for each in turns if within is None or each.lineno >= within.lineno]
-        reads = bool(turns) and isinstance(turns[-1], ast.For) and begun <= (turns[-1].iter.end_lineno or 0)
-        if not turns:
-            return Carries()
+    return Running(frame, function, values, begun, within, turns)
+
+
+def _carried_in(each: Running, named: Named, functions: Collection[Function]) -> Carries:
+    """What a function carries. `functions`: all that are running, each of which is looked into."""
+    values, turns = each.values, each.turns
+    innermost = turns[-1] if turns else None
+    reads = isinstance(innermost, ast.For) and (each.begun or 0) <= (innermost.iter.end_lineno or 0)
     sources = sources_in(turns)
     paths = [*called_in(turns), *sources]
-    helpers = {path: each for path in paths if (each := helper_of(path, values)) is not None}
-    found = Flow(function, turns, reads, values, named, helpers).found
+    helpers = {path: helper for path in paths if (helper := helper_of(path, values)) is not None}
+    found = Flow(each.function, turns, reads, values, named, helpers).found
     hooks = chain.from_iterable(_hooks_of(path, values) for path in paths)
-    helpers |= {f"<hook {i}>": each for i, each in enumerate(hooks)}
+    helpers |= {f"<hook {i}>": hook for i, hook in enumerate(hooks)}
     for called, helper in helpers.items():
         for path, line in _carried_by(helper, named, gives=called in sources).items():
             if not named.has(values, path, values.of(path)):
                 found.carried.setdefault(path, line)
     for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
-        is_state = helper.owner and helper.function not in running
+        is_state = helper.owner and helper.function not in functions
         if is_state and any(path.startswith(f"{helper.owner}.") for path in found.carried):
             written = helper.writes.items()
             found.carried |= {path: at for path, at in written if not named.has(values, path, values.of(path))}

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from queue import Queue
 from types import FrameType
@@ -57,6 +57,12 @@ def is_users_frame(frame: FrameType) -> bool:
 def users_frames() -> Iterator[FrameType]:
     """The user's functions that are running, from the innermost outwards."""
     return filter(is_users_frame, _outwards(sys._getframe(1)))
+
+
+def frames_called_by_a_library() -> Iterator[FrameType]:
+    """The innermost of them, out to the one that code which is not the user's calls."""
+    inwards = dropwhile(lambda each: not is_users_frame(each), _outwards(sys._getframe(1)))
+    return takewhile(is_users_frame, inwards)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -638,6 +638,65 @@ def test_what_follows_from_what_is_carried_is_named_with_it(caplog: pytest.LogCa
     assert "self.told (line" not in line and "self.batch (line" not in line
 
 
+def with_a_generator_that_trains(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    def trains() -> Iterator[int]:
+        rate, logged = 0.05, 0
+        while True:
+            job.optim.param_groups[0]["lr"] = rate
+            job.optim.zero_grad()
+            job.backward()
+            job.optim.step()
+            rate *= 0.9
+            logged += 1
+            yield logged
+
+    turns = trains()
+    for _ in snap.steps(STEPS):
+        next(turns)
+        yield
+
+
+def with_a_generator_for_each_turn(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    def trains(rate: float) -> Iterator[None]:
+        for _ in range(1):
+            job.optim.param_groups[0]["lr"] = rate
+            job.optim.zero_grad()
+            job.backward()
+            yield
+            job.optim.step()
+            rate *= 0.9
+
+    for _ in snap.steps(STEPS):
+        yield from trains(0.05)
+
+
+def in_a_function_that_a_library_calls(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    rates, logged = [0.05], [0]
+
+    def train() -> None:
+        job.optim.param_groups[0]["lr"] = rates[0]
+        job.optim.zero_grad()
+        job.backward()
+        job.optim.step()
+        rates[0] *= 0.9
+        logged[0] += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(STEPS):
+            pool.submit(train).result(DEADLINE_S)
+            yield
+
+
+@pytest.mark.usefixtures("arena")
+def test_functions_that_go_on_in_each_turn_are_followed(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = said(with_a_generator_that_trains, caplog)
+    assert "rate (line" in line and "logged" not in line
+    caplog.clear()
+    assert not said(with_a_generator_for_each_turn, caplog)
+    (line,) = said(in_a_function_that_a_library_calls, caplog)
+    assert "rates[0] (line" in line and "logged" not in line
+
+
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [annealed, annealed_in_a_function])
 def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
