@@ -34,7 +34,8 @@ from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.carried import CarriedVariables, Carries, lines_for, lines_for_iterators
+from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
+from holdfast.snapshot.step.flow import Carries
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables, feeding

@@ -6,6 +6,7 @@ __all__ = [
     "carried",
     "copier",
     "data",
+    "flow",
     "gradients",
     "ledger",
     "orders",

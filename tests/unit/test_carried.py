@@ -22,7 +22,9 @@ from torch import nn
 from holdfast import InMemorySnapshot
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.state import rng
-from holdfast.snapshot.step.carried import Carries, Flow, Named, RunningValues, function_of, loops_at
+from holdfast.snapshot.step.flow import Carries, Flow
+from holdfast.snapshot.step.script import Named, RunningValues
+from holdfast.snapshot.step.syntax import function_of, loops_at
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 

@@ -1,0 +1,270 @@
+"""What the paths of running functions stand for, found without running any code of theirs: values, functions that are
+called, and what is captured.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import multiprocessing.queues
+import queue
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import CellType, FunctionType, GeneratorType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from holdfast.snapshot.copy.tensors import memory_of
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, package_of, walk
+from holdfast.snapshot.step.syntax import (
+    Function,
+    assigned_in,
+    called_in,
+    function_of,
+    outlives,
+    owners_of,
+    parts_of,
+    path_of,
+    root_of,
+)
+from holdfast.snapshot.step.variables import is_users_frame
+
+DEEPEST = 2
+"""How many calls a helper is followed into."""
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
+"""Types of values that may be state. Those of other objects are looked at where they change."""
+
+FED = (
+    queue.Queue,
+    queue.SimpleQueue,
+    asyncio.Queue,
+    multiprocessing.queues.Queue,
+    multiprocessing.queues.SimpleQueue,
+    Future,
+)
+"""Types of what other threads, tasks and processes leave something in for a step."""
+
+MISSING = object()
+"""What `RunningValues.of` returns for a name that has no value now."""
+
+
+class RunningValues:
+    """The values of a running function's variables, by their `names`, found without running any code of theirs."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+        self._known: dict[str, Any] = {}
+
+    def of(self, path: str) -> Any:
+        """The value of a path, or `MISSING`."""
+        if path not in self._known:
+            self._known[path] = self._at(ast.parse(path, mode="eval").body) if path else MISSING
+        return self._known[path]
+
+    def _at(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id, MISSING)
+        if isinstance(node, ast.Attribute):
+            return _attribute(self._at(node.value), node.attr)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            return _entry(self._at(node.value), node.slice.value)
+        return MISSING
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    held = getattr(owner, "__dict__", {}) if not isinstance(owner, type) else {}
+    if name in held:
+        return held[name]
+    if isinstance(owner, torch.nn.Module):
+        for table in (owner._modules, owner._parameters, owner._buffers):
+            if name in table:
+                return table[name]
+    found = inspect.getattr_static(type(owner), name, MISSING)
+    return MethodType(found, owner) if isinstance(found, FunctionType) else MISSING
+
+
+def _entry(owner: Any, key: Any) -> Any:
+    if isinstance(owner, torch.nn.Sequential | torch.nn.ModuleList) and isinstance(key, int):
+        owner = list(owner._modules.values())
+    if type(owner) in (list, tuple) and isinstance(key, int):
+        return owner[key] if -len(owner) <= key < len(owner) else MISSING
+    return owner.get(key, MISSING) if type(owner) is dict else MISSING
+
+
+class Named:
+    """What is captured, or is no state. `adapters`: of the hooks that this process has entered."""
+
+    def __init__(self, adapters: Collection[Adapter]) -> None:
+        self._memory = {held for each in adapters for held in each.captured}
+        named = [("", root) for each in adapters for root in each.named()]
+        found = [value for _, value, _ in walk(named, is_code, code=True)]
+        codes = [each.__code__ for each in found if isinstance(each, FunctionType) and is_users_own(each)]
+        self._names = {name for code in codes for name in (*code.co_freevars, *code.co_names)}
+        # Kept alive, as what is found may exist only now, and its id would be given to another object.
+        self._kept = [*(schedule for each in adapters for schedule in each.schedules), *found]
+        self._objects = {id(each) for each in self._kept if not is_plain(each)}  # a small number is everybody's
+
+    def is_foreign(self, value: Any) -> bool:
+        """Whether a value is a module that nothing captures."""
+        if not isinstance(value, torch.nn.Module) or id(value) in self._objects:
+            return False
+        tensors = [*torch.nn.Module.parameters(value), *torch.nn.Module.buffers(value)]
+        return bool(tensors) and self._memory.isdisjoint(map(memory_of, tensors))
+
+    def has(self, values: RunningValues, path: str, value: Any) -> bool:
+        if {root_of(path), path.rpartition(".")[2]} & self._names or id(value) in self._objects:
+            return True
+        owners = [values.of(owner) for owner in owners_of(path)]
+        if not self._objects.isdisjoint(map(id, owners)):
+            return True
+        if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in owners):
+            return True  # attributes there are looked at as they change
+        if isinstance(value, torch.Tensor):
+            return memory_of(value) in self._memory
+        if reads_on(value):
+            return False
+        return value is not MISSING and not isinstance(value, (*PLAIN, np.generic, np.ndarray))
+
+
+def reads_on(value: Any) -> bool:
+    """Whether a value is an iterator that knows its place, or a container of such."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return any(isinstance(each, _BaseDataLoaderIter) or _knows_its_place(each) for each in value)
+    return _knows_its_place(value)  # a loader's is told by whoever watches these
+
+
+def _knows_its_place(value: Any) -> bool:
+    """Whether a value is one of Python's own iterators, a generator of the user's that loops over something or counts,
+    or what others fill ahead. A generator that only draws from torch finds its place again."""
+    if isinstance(value, GeneratorType):
+        frame = value.gi_frame
+        if frame is None or not is_users_frame(frame):
+            return False
+        function = function_of(value.gi_code, frame.f_globals)
+        return function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
+    python = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+    return python or isinstance(value, FED)
+
+
+def is_ours(value: Any) -> bool:
+    ours = ("holdfast", "holdfast.snapshot", "holdfast.integrations")
+    return any(package_of(kind.__module__) in ours for kind in type(value).__mro__)
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A function of the user that a turn calls.
+
+    Attributes:
+        function: its source. names: the values that it knows.
+        owner: the path of the object whose method it is; empty if it is none, or the caller has no name for it.
+        itself: what the method calls that object; empty if it is none.
+        free: its variables that are those of functions around it.
+        calls: the helpers that it calls itself, by its own paths.
+    """
+
+    function: ast.FunctionDef | ast.AsyncFunctionDef
+    names: Mapping[str, Any]
+    owner: str
+    itself: str
+    free: Collection[str]
+    calls: Mapping[str, Helper]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of its arguments, as a call of it gives them."""
+        given = self.function.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args)]
+        return [*names[bool(self.itself) :], *(each.arg for each in given.kwonlyargs)]
+
+    @property
+    def writes(self) -> dict[str, int]:
+        """What it assigns that outlives the call, by the paths of the caller, with lines."""
+        is_kept = outlives(self.function)
+        found = assigned_in(self.function.body)
+        for helper in self.calls.values():
+            found = helper.writes | found
+        outside = {self.called_outside(path): line for path, line in found.items() if is_kept(path)}
+        outside.pop("", None)
+        return outside
+
+    def called_outside(self, path: str) -> str:
+        """What the caller calls a path of the function; empty if it has no name for that object."""
+        if not self.itself or root_of(path) != self.itself:
+            return path
+        return self.owner and self.owner + path[len(self.itself) :]
+
+    def called_inside(self, path: str, shared: Collection[str]) -> str:
+        """What the function calls a path of the caller; empty if it does not know that. `shared`: variables that mean
+        the same to both."""
+        if self.owner and f"{path}.".startswith(f"{self.owner}."):
+            return self.itself + path[len(self.owner) :]
+        return path if root_of(path) in {*self.free, *shared} and outlives(self.function)(path) else ""
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return MISSING
+
+
+def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helper | None:
+    """The function of the user's own that is called by a path, unless it is a model's, with those that it calls, down
+    to `deepest` levels."""
+    called, owner = values.of(path), path.rpartition(".")[0]
+    if not isinstance(called, FunctionType | MethodType | type) and callable(called):
+        method = inspect.getattr_static(type(called), "__call__")
+        called, owner = (MethodType(method, called) if isinstance(method, FunctionType) else MISSING), path
+    return _helper(called, owner, deepest)
+
+
+def hooks_of(path: str, values: RunningValues) -> Iterator[Helper]:
+    """The functions of the user's own that an optimizer calls around its step, if a path calls that."""
+    owner, _, name = path.rpartition(".")
+    optimizer = values.of(owner)
+    if name == "step" and isinstance(optimizer, torch.optim.Optimizer):
+        for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+            if (helper := _helper(hook, "", DEEPEST)) is not None:
+                yield helper
+
+
+def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
+    held = called.__self__ if isinstance(called, MethodType) else None
+    inner = called.__func__ if isinstance(called, MethodType) else called
+    trains = isinstance(held, torch.nn.Module | torch.optim.Optimizer) or is_ours(held)
+    if trains or not isinstance(inner, FunctionType) or not is_users_own(inner):
+        return None
+    function = function_of(inner.__code__, inner.__globals__)
+    if function is None or isinstance(function, ast.Module):
+        return None
+    cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
+    names = {**inner.__globals__, **{name: value for name, cell in cells if (value := _content(cell)) is not MISSING}}
+    arguments = function.args.posonlyargs + function.args.args
+    itself = arguments[0].arg if held is not None and arguments else ""
+    names |= {itself: held} if itself else {}
+    known = RunningValues(names)
+    within = called_in(function.body) if deepest else []
+    calls = {path: each for path in within if (each := helper_of(path, known, deepest - 1)) is not None}
+    return Helper(function, names, owner if itself else "", itself, inner.__code__.co_freevars, calls)
+
+
+def enters(function: Function, values: RunningValues, line: int) -> ast.With | ast.AsyncWith | None:
+    """The block around `line` that enters the hook."""
+    for each in parts_of(function):
+        if isinstance(each, ast.With | ast.AsyncWith) and each.lineno <= line <= (each.end_lineno or 0):
+            for item in each.items:
+                names = [path_of(item.context_expr), *([path_of(item.optional_vars)] if item.optional_vars else [])]
+                if any(is_ours(values.of(name)) for name in names):
+                    return each
+    return None

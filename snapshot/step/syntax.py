@@ -1,0 +1,196 @@
+"""Questions about the source of a function: what it assigns, calls and changes, and which loops are where.
+
+A *path* is the text of a variable, an attribute of one, or an entry under a constant, as ``self.state['n']``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import chain
+from tokenize import TokenError
+from types import CodeType
+from typing import Any
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+
+MUTATES = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "pop", "popleft", "remove"})
+"""Methods that change a container."""
+
+
+def path_of(node: ast.AST) -> str:
+    """``self.state['n']``: the text of a variable, an attribute of one, or an entry under a constant; else empty."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = path_of(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        inner = path_of(node.value)
+        return f"{inner}[{node.slice.value!r}]" if inner else ""
+    return ""
+
+
+def root_of(path: str) -> str:
+    """The variable that a path begins at."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def owners_of(path: str) -> list[str]:
+    """The paths that a path goes through, from its variable inwards."""
+    return [path[: each.start()] for each in re.finditer(r"[.\[]", path)]
+
+
+def parts_of(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function but not of functions within it."""
+    for each in ast.iter_child_nodes(function):
+        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield each
+            yield from parts_of(each)
+
+
+def loops_at(function: ast.AST, line: int) -> list[ast.For | ast.While]:
+    """The loops of a function that `line` is in, from the outermost inwards."""
+    found = [each for each in parts_of(function) if isinstance(each, ast.For | ast.While)]
+    return [each for each in found if each.lineno <= line <= (each.end_lineno or 0)]
+
+
+def called_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """The paths that are called."""
+    calls = [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
+    return list(dict.fromkeys(path for each in calls if (path := path_of(each.func))))
+
+
+def sources_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """The paths that are given to a call of ``data``."""
+    calls = [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
+    return {path for each in calls if name_of_call(each) == "data" for given in each.args if (path := path_of(given))}
+
+
+def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
+    """The paths that are assigned, or whose value is changed, with the first line of each."""
+    found: dict[str, int] = {}
+    for top in nodes:
+        parts = [top, *parts_of(top)]
+        bound = bound_in(parts)
+        held = dict(chain.from_iterable(map(_taken_by, parts)))
+        for each in parts:
+            if each in bound:
+                continue
+            if isinstance(each, ast.Name | ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
+                paths = [innermost_path(each)]
+            elif isinstance(each, ast.Call) and (changed := changed_by(each)) is not None:
+                paths = [innermost_path(changed)]
+                while (holder := held.get(paths[-1], "")) not in ("", *paths):
+                    paths.append(holder)
+            else:
+                continue
+            for path in filter(None, paths):
+                found.setdefault(path, getattr(each, "lineno", 0))
+    return found
+
+
+def _taken_by(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The variables that a statement gives a part of something, with the path of that: to change one changes it."""
+    if isinstance(node, ast.For | ast.AsyncFor):
+        yield from _elements(node.target, node.iter)
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _elements(target, node.value)
+
+
+def _elements(target: ast.expr, whole: ast.expr) -> Iterator[tuple[str, str]]:
+    match target, whole:
+        case ast.Tuple(elts=parts), ast.Call(func=ast.Name(id="zip"), args=wholes):
+            for part, each in zip(parts, wholes, strict=False):
+                yield from _elements(part, each)
+        case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[each, *_]):
+            yield from _elements(part, each)
+        case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=each, attr="items")):
+            yield from _elements(part, each)
+        case _, ast.Call(func=ast.Attribute(value=each, attr="values")):
+            yield from _elements(target, each)
+        case ast.Name(), ast.Name() | ast.Attribute() | ast.Subscript():
+            yield target.id, innermost_path(whole)
+
+
+def changed_by(call: ast.Call) -> ast.expr | None:
+    """What a call changes: the container whose method it calls, what it shuffles, or an iterator that it reads on."""
+    name = name_of_call(call)
+    if (name == "shuffle" or (name == "next" and isinstance(call.func, ast.Name))) and call.args:
+        return call.args[0]
+    return call.func.value if isinstance(call.func, ast.Attribute) and name in MUTATES else None
+
+
+def name_of_call(call: ast.Call) -> str:
+    return path_of(call.func).rpartition(".")[2] or (call.func.attr if isinstance(call.func, ast.Attribute) else "")
+
+
+def innermost_path(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript) and not path_of(node):
+        node = node.value
+    return path_of(node)
+
+
+def bound_in(nodes: Iterable[ast.AST]) -> set[ast.AST]:
+    """The variables of comprehensions, which are nobody else's."""
+    return {part for each in nodes if isinstance(each, ast.comprehension) for part in ast.walk(each.target)}
+
+
+def outlives(function: Function) -> Callable[[str], bool]:
+    """Whether what is assigned to a path is there when the function is called again."""
+    if isinstance(function, ast.Module):
+        return lambda path: True
+    declared = _declared_in(function)
+    arguments = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    names = [each for each in parts_of(function) if isinstance(each, ast.Name)]
+    own = {each.id for each in names if isinstance(each.ctx, ast.Store)} - declared
+
+    def outlives(path: str) -> bool:
+        root = root_of(path)
+        return root not in own and (root != path or root not in arguments)
+
+    return outlives
+
+
+def globals_of(function: Function) -> set[str]:
+    """Which names mean the same variables in a function and in others that read them as global ones."""
+    if isinstance(function, ast.Module):
+        return set(assigned_in(function.body))
+    return _declared_in(function)
+
+
+def _declared_in(function: Function) -> set[str]:
+    """The names that a function says are those of variables around it."""
+    return {name for each in parts_of(function) if isinstance(each, ast.Nonlocal | ast.Global) for name in each.names}
+
+
+def function_of(code: CodeType, variables: dict[str, Any]) -> Function | None:
+    """The source of a function, if there is any. `variables`: of its module, which may have its own loader."""
+    linecache.getlines(code.co_filename, variables)
+    return _parsed(code)
+
+
+@lru_cache(maxsize=64)
+def _parsed(code: CodeType) -> Function | None:
+    lines = linecache.getlines(code.co_filename)
+    is_whole = code.co_name == "<module>"
+    first = 1 if is_whole else code.co_firstlineno
+    if first > len(lines):
+        return None
+    try:
+        body = lines if is_whole else inspect.getblock(lines[first - 1 :])
+        is_within = body[0][:1].isspace()
+        module = ast.parse("".join(["if True:\n"] * is_within + body))
+    except (SyntaxError, ValueError, TokenError):  # no Python, such as a notebook's own commands, or it was edited
+        return None
+    if is_whole:
+        return module
+    ast.increment_lineno(module, first - 1 - is_within)
+    outer = module.body[0]
+    found = outer.body[0] if is_within and isinstance(outer, ast.If) else outer
+    return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else None
