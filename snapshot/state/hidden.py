@@ -22,10 +22,21 @@ from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, is_captured_number, nested
 from holdfast.snapshot.state.tracked import Tracked, make
 from holdfast.snapshot.state.values import Keeping, keep
-from holdfast.snapshot.state.walk import is_captured_as_such, is_generator, is_users_own, of_class, referred, walk
+from holdfast.snapshot.state.walk import (
+    is_captured_as_such,
+    is_generator,
+    is_users_own,
+    of_class,
+    referred,
+    trains_beside_optimizers,
+    walk,
+)
 
 KNOWN = frozenset(vars(torch.nn.Module())) | OWN
 """Attributes that every module or optimizer has: what is captured as such, and hooks."""
+
+OF_COMM_HOOKS = ("._comm_hooks", "._comm_hook_state")
+"""Where torch's data-parallel modules keep the states of hooks that were registered to communicate gradients."""
 
 FIRST_LOOKS = 4
 """`Changing` looks at this many boundaries in a row before it looks less often."""
@@ -158,7 +169,8 @@ def samples_of_attributes(
     """Numbers, tensors and arrays in attributes, for `Changing`.
 
     Attributes of modules with a ``get_extra_state`` are left out, and those of torch's own classes except
-    `rates_of_layer`; so are tensors that require gradients, which every step computes anew.
+    `rates_of_layer`, `OF_COMM_HOOKS` and what trains beside optimizers; so are tensors that require gradients, which
+    every step computes anew.
 
     Args:
         roots, named: as for `generators`.
@@ -176,8 +188,10 @@ def _compared(
     roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Collection[int]
 ) -> Iterator[tuple[str, Any]]:
     for name, owner in _unnamed(roots, named):
-        if not type(owner).__module__.startswith(WITH_TABLES) and not _has_extra_state(owner):
-            found = _attributes(name, owner)
+        found = _attributes(name, owner)
+        if type(owner).__module__.startswith(WITH_TABLES):
+            yield from (each for each in found if each[0].endswith(OF_COMM_HOOKS) or trains_beside_optimizers(each[1]))
+        elif not _has_extra_state(owner):
             has_numbers = id(owner) in captured
             yield from (each for each in found if not (has_numbers and is_captured_number(each[1])))
     for name, owner in _unnamed(roots, named):  # last, as they are many

@@ -54,6 +54,10 @@ CLOSED = frozenset({"numpy", "holdfast", *(f"holdfast.{part}" for part in PARTS 
 LIBRARIES = CLOSED | sys.stdlib_module_names | {"torch"}
 """Packages whose functions and classes do not refer to generators of the user."""
 
+BESIDE_OPTIMIZERS = "torch.distributed.algorithms."
+"""Where torch has what trains beside optimizers: averages between replicas, errors of compressed gradients. It keeps
+state as classes of the user do, and no ``state_dict`` has it."""
+
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of what is installed, in this environment or in one that it is built on."""
 
@@ -154,11 +158,17 @@ def is_installed(package: str) -> bool:
 
 
 def is_users_own(value: Any) -> bool:
-    """Whether an object, that is neither a model nor an optimizer, or a function comes from the user's own code."""
-    if isinstance(value, _BOUND):
-        return True  # what it is made of is looked at one by one
+    """Whether an object, that is neither a model nor an optimizer, or a function comes from the user's own code, or
+    trains `beside optimizers <BESIDE_OPTIMIZERS>`."""
+    if isinstance(value, _BOUND) or trains_beside_optimizers(value):
+        return True  # what a bound method is made of is looked at one by one
     package = home_of(value)
     return not (package in LIBRARIES or is_installed(package) or is_captured_as_such(value))
+
+
+def trains_beside_optimizers(value: Any) -> bool:
+    """Whether an object is one of torch's that keep state, and are neither models nor optimizers."""
+    return type(value).__module__.startswith(BESIDE_OPTIMIZERS)
 
 
 def is_code(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, package_of, walk
 from holdfast.snapshot.step.syntax import (
     Function,
@@ -233,7 +234,7 @@ def hooks_of(path: str, values: RunningValues) -> Iterator[Helper]:
     """The functions of the user's own that an optimizer calls around its step, if a path calls that."""
     owner, _, name = path.rpartition(".")
     optimizer = values.of(owner)
-    if name == "step" and isinstance(optimizer, torch.optim.Optimizer):
+    if name == "step" and has_step_hooks(optimizer):
         for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
             if (helper := _helper(hook, "", DEEPEST)) is not None:
                 yield helper

@@ -39,6 +39,7 @@ from holdfast.snapshot.state.walk import (
     is_installed,
     is_users_own,
     package_of,
+    trains_beside_optimizers,
     walk,
 )
 
@@ -123,7 +124,8 @@ def _variables() -> Iterator[list[tuple[str, Any]]]:
 class ChangingVariables:
     """Finds modules, tensors and arrays in variables that steps change in place, and lists of such that grow, if nobody
     captures them: averages of weights, queues, experience. What is assigned anew in each step, as a batch is, does not
-    count, nor do numbers, except the rates of torch's layers and losses. Used by the training thread.
+    count, nor do numbers, except the rates of torch's layers and losses, and those of what trains beside optimizers.
+    Used by the training thread.
 
     Args:
         adapters: returns those of the hooks that this process has entered.
@@ -169,9 +171,10 @@ class ChangingVariables:
                     yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
             elif self._looks > FIRST_LOOKS:
                 continue  # to keep a batch until the next look would take memory for long
-            elif part := _sample(value, seen):
+            elif part := _sample(value, holder, seen):
                 self._kept.append(value if holder is None else holder)
-                yield (re.split(r"[.\[{]", name, maxsplit=1)[0], (path, id(self._kept[-1]))), part
+                told = name if type(value) in (int, float) else re.split(r"[.\[{]", name, maxsplit=1)[0]
+                yield (told, (path, id(self._kept[-1]))), part
         del kept
 
     def _known(self) -> set[int]:
@@ -187,11 +190,15 @@ class ChangingVariables:
 def _line(name: str, is_module: bool, has_state: bool) -> str:
     if has_state:
         return f'extra={{"{name}": {name}}}'
-    how = f"tensors={name}" if is_module else f"get=lambda: {name}, set=..."
-    return f'snap.track("{name.rpartition(".")[2]}", {how})'
+    owner, _, attribute = name.rpartition(".")
+    put = f'lambda value: setattr({owner}, "{attribute}", value)' if owner else "..."
+    how = f"tensors={name}" if is_module else f"get=lambda: {name}, set={put}"
+    return f'snap.track("{attribute}", {how})'
 
 
-def _sample(value: Any, known: Collection[int]) -> bytes | None:
+def _sample(value: Any, holder: Any, known: Collection[int]) -> bytes | None:
+    if type(value) in (int, float) and trains_beside_optimizers(holder):
+        return repr(value).encode()
     if is_tensor_or_array(value) and memory_of(value) not in known:
         return sample_of(value)
     if type(value) in (list, deque) and value:  # may be experience, of which old entries do not change

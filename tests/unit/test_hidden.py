@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import hidden
 from holdfast.snapshot.state.hidden import generators, untracked
+from tests.deadlines import DEADLINE_S
 
 
 class Centred(torch.nn.Module):
@@ -253,6 +262,67 @@ def test_the_rate_of_a_layer_is_named_where_steps_change_it(arena: Path, caplog:
             dropout.p *= 0.9
     said = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
     assert [text.partition(":")[0] for text in said] == ["model0.1.p"]
+
+
+class Rounded:
+    """The state of a hook that communicates gradients: what rounding has lost."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lost: dict[int, torch.Tensor] = {}
+
+
+def round_gradients(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants other annotations than mypy knows
+    state.count += 1
+    whole = bucket.buffer() / 3 + state.lost.get(bucket.index(), 0)
+    rounded = whole.bfloat16().float()
+    state.lost[bucket.index()] = whole - rounded
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(rounded)
+    return done
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=DEADLINE_S))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("arena", "alone")
+@pytest.mark.parametrize(
+    ("make", "hook", "named"),
+    [
+        (Rounded, round_gradients, ["count", "lost[0]"]),
+        (partial(powerSGD_hook.PowerSGDState, None), powerSGD_hook.powerSGD_hook, ["iter"]),
+    ],
+    ids=["the user's", "torch's"],
+)
+def test_the_state_of_a_hook_for_gradients_is_named(
+    make: Any, hook: Any, named: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 3))
+    model.register_comm_hook(make(), hook)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with InMemorySnapshot(model, optim) as snap:
+        for _ in range(5):
+            step(snap, model, optim)
+    (said,) = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
+    assert said.partition(":")[0].split("; ") == [f"model0._comm_hooks[0][1].{name}" for name in named]
+
+
+@pytest.mark.usefixtures("arena", "alone")
+def test_what_averages_replicas_is_named_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 3)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = PeriodicModelAverager(period=2, warmup_steps=100)
+    with InMemorySnapshot(model, optim) as snap:
+        for _ in range(5):
+            step(snap, model, optim)
+            averager.average_parameters(model.parameters())
+    (said,) = [text for text in warnings_of(caplog) if "in variables of the script" in text]
+    assert said.startswith("averager.step:") and 'setattr(averager, "step", value)' in said
 
 
 class Noise:
