@@ -121,7 +121,7 @@ class Adapter:
         parameters = [p for module in self._modules for p in module.parameters()]
         updated = [p for state in self._states for _, p in state.parameters()]
         captured = [state.optimizer for state in self._states]
-        return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated])
+        return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated], self._extra.values())
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
         """Optimizers that are captured as part of the optimizer that contains them."""

@@ -1,4 +1,5 @@
-"""Detects optimizers that step the job's parameters but whose state is not captured: that is an error.
+"""Detects optimizers whose state is not captured: those that step the job's parameters, which is an error, and those
+that step other tensors from turn to turn, as an outer optimizer does, of which the user is told.
 
 torch calls its global step hooks for every optimizer of the process, so this also finds an optimizer that is hidden in
 an opaque wrapper.
@@ -14,8 +15,19 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.optimizers import has_step_hooks, nested
+
+BESIDE = (
+    "a %s steps %d tensors that are not of this job's model, in one step after another, and is not captured: a restart "
+    "begins both anew. If training reads what it leaves there, give it, too: optim=[..., that one]"
+)
+
+log = get_log(__name__)
+
+_watching: list[Steppers] = []
+"""Those of all hooks that this process has entered: what one of them captures, no other one misses."""
 
 
 class Steppers:
@@ -25,10 +37,15 @@ class Steppers:
         given: the optimizers whose steps are the boundaries.
         captured: the optimizers whose state is captured: the given ones and those found inside them.
         parameters: the job's parameters.
+        extra: what else is captured, by its ``state_dict``.
     """
 
     def __init__(
-        self, given: Sequence[Any], captured: Iterable[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]
+        self,
+        given: Sequence[Any],
+        captured: Iterable[torch.optim.Optimizer],
+        parameters: Iterable[torch.Tensor],
+        extra: Iterable[Any] = (),
     ) -> None:
         self._known = {id(each): each for each in captured} | {id(each): each for each in given}
         self._given = {id(each) for each in given}
@@ -36,17 +53,25 @@ class Steppers:
         self._parameters = list(parameters)
         self._met: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._alone: dict[int, int] = {}
+        self._captured = {*self._known, *map(id, extra)}
+        self._turns = 0
+        self._beside: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()  # None: it was told
+        _watching.append(self)
         self._problem = ""
         self._began = not all(map(has_step_hooks, given))
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def check(self) -> None:
-        """Raises `ConfigError` if an optimizer that is not captured has stepped the job's parameters."""
+        """A step has ended. Raises `ConfigError` if an optimizer that is not captured has stepped the job's
+        parameters."""
+        self._turns += 1
         if self._problem:
             raise ConfigError(self._problem)
 
     def remove(self) -> None:
         """Stop watching. Idempotent."""
+        if self in _watching:
+            _watching.remove(self)
         while self._handles:
             self._handles.pop().remove()
 
@@ -72,6 +97,8 @@ class Steppers:
         if groups != len(optimizer.param_groups):
             shared = self._count_shared(optimizer)
             self._met[optimizer] = len(optimizer.param_groups), shared
+        if not shared and not any(id(optimizer) in each._captured for each in [*_watching]):
+            self._tell(optimizer)
         if not shared or (self._only_wraps(optimizer) and not any(optimizer.state.values())):
             return
         kind = type(optimizer)
@@ -79,6 +106,14 @@ class Steppers:
             f"a {kind.__module__}.{kind.__qualname__} steps {shared} parameters of this job, but it was not given, nor "
             "found inside a given optimizer, so its state would be lost. Give it, too: optim=[..., that one]"
         )
+
+    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell, once, of one that has stepped in an earlier turn. What is made for each turn leaves nothing."""
+        first = self._beside.setdefault(optimizer, self._turns)
+        if first not in (None, self._turns):
+            self._beside[optimizer] = None
+            stepped = sum(len(group["params"]) for group in optimizer.param_groups)
+            log.warning(BESIDE, type(optimizer).__qualname__, stepped)
 
     def _count_shared(self, optimizer: torch.optim.Optimizer) -> int:
         of_job = {id(parameter) for parameter in self._parameters}

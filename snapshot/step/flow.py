@@ -148,8 +148,15 @@ class Flow:
     # ------------------------------------------------------------------ statements
 
     def _block(self, body: Iterable[ast.stmt]) -> None:
+        decided = self._decided
         for statement in body:
-            self._statement(statement)
+            if isinstance(statement, ast.If):
+                tested = self._choose(statement)
+                if any(isinstance(each, ast.Return) for each in statement.body):  # it decides about the rest, too
+                    self._decided |= tested - KNOWN_TO_US
+            else:
+                self._statement(statement)
+        self._decided = decided
 
     def _statement(self, node: ast.stmt) -> None:
         match node:
@@ -165,8 +172,6 @@ class Flow:
                 self._assign(node.target, self._expression(node.value) | self._origins(node.target))
             case ast.For() | ast.AsyncFor() | ast.While():
                 self._loop(node)
-            case ast.If():
-                self._choose(node)
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
                     origins = self._expression(item.context_expr)
@@ -230,11 +235,13 @@ class Flow:
         called = self._value_of(path)
         return called is enumerate or (called is MISSING and path == "enumerate")
 
-    def _choose(self, node: ast.If) -> None:
+    def _choose(self, node: ast.If) -> Origins:
+        """Returns where what is tested comes from."""
         tested = self._expression(node.test)
         if tested & KNOWN_TO_US and any(isinstance(each, ast.Continue) for each in node.body):
             self.found.skips = True
         self._either([node.body, node.orelse], tested)
+        return tested
 
     def _either(self, bodies: Iterable[list[ast.stmt]], tested: Origins = NONE) -> None:
         """One of these blocks runs, as what was `tested` decides."""

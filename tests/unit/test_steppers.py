@@ -166,3 +166,68 @@ def test_a_job_is_told_at_its_first_steps(arena: Path) -> None:
     ):
         train(snap, model, Both(), 3)
     assert not torch_optimizer._global_optimizer_post_hooks
+
+
+class Outer:
+    """Every second step an outer optimizer moves an anchor, and the model begins there again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.steps = 0
+        self.anchor = [each.detach().clone() for each in model.parameters()]
+        self.optim = torch.optim.SGD(self.anchor, lr=0.7, momentum=0.9)
+        self.model = model
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.steps % 2:
+            return
+        for held, inner in zip(self.anchor, self.model.parameters(), strict=True):
+            held.grad = held - inner.detach()
+        self.optim.step()
+        with torch.no_grad():
+            for held, inner in zip(self.anchor, self.model.parameters(), strict=True):
+                inner.copy_(held)
+
+
+def tried(model: nn.Module) -> None:
+    """An optimizer that is made for each turn."""
+    trial = [each.detach().clone() for each in model.parameters()]
+    for each in trial:
+        each.grad = torch.ones_like(each)
+    torch.optim.SGD(trial, lr=0.1).step()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("given", [False, True])
+def test_an_outer_optimizer_is_named_once_unless_it_is_given(given: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    optim, outer = sgd(model), Outer(model)
+    snap = InMemorySnapshot(model, [optim, outer.optim] if given else optim)
+    if given:
+        snap.track("steps", get=lambda: outer.steps, set=lambda value: setattr(outer, "steps", value))
+    with snap:
+        for _ in snap.steps(8):
+            tried(model)
+            optim.zero_grad()
+            model(torch.randn(2, 4)).sum().backward()
+            optim.step()
+            outer.step()
+    said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert [each for each in said if "SGD steps 4 tensors" in each][1:] == []
+    assert any("SGD steps 4 tensors" in each for each in said) is not given
+    assert any(each.startswith("outer.steps (line") for each in said) is not given
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_another_hook_was_given_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    models = net(), net()
+    optims = [sgd(each) for each in models]
+    with InMemorySnapshot(models[0], optims[0]) as snap, InMemorySnapshot(models[1], optims[1], job="another") as other:
+        for _ in range(4):
+            snap.begin()
+            other.begin()
+            for model, optim in zip(models, optims, strict=True):
+                optim.zero_grad()
+                model(torch.randn(2, 4)).sum().backward()
+                optim.step()
+    assert not any("tensors that are not of this job" in each.getMessage() for each in caplog.records)
