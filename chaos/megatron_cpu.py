@@ -50,7 +50,6 @@ def install() -> bool:
     tensor.cuda = lambda self, *args, **kwargs: self
     tensor.type = _cuda_spelling(tensor.type)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotAboutGenerators())
-    _install_experts()
     return True
 
 
@@ -65,19 +64,6 @@ def share_gpu() -> None:
         return contextlib.nullcontext()
 
     param_and_grad_buffer._coalescing_manager = one_at_a_time
-
-
-def _install_experts() -> None:
-    """Patch Megatron's experts: it only converts split sizes to NumPy if they come from a GPU; and without Transformer
-    Engine its router uses a name that 0.16 forgets to define."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    def on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = on_cpu
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 class _CpuGenerators(tuple[()]):

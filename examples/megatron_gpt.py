@@ -7,23 +7,13 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from holdfast import InMemorySnapshot
-from holdfast.chaos.gpt import (
-    MICRO_BATCH,
-    MICRO_BATCHES,
-    SEQUENCE,
-    GptOptions,
-    batches,
-    build,
-    forward_step,
-    initialise,
-)
+from holdfast.chaos.gpt import MICRO_BATCH, MICRO_BATCHES, SEQUENCE, batches, build, forward_step, initialise
 
 
 def main() -> None:
@@ -34,9 +24,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    options = GptOptions(tensor=2)
-    initialise(options, args.seed)
-    model, optimizer, scheduler = build(options)
+    initialise(args.seed)
+    model, optimizer, scheduler = build()
 
     with InMemorySnapshot(model, optimizer, scheduler=scheduler, restore_step=args.restore_step) as snap:
         for step in snap.steps(args.steps):
@@ -44,7 +33,7 @@ def main() -> None:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
             losses = get_forward_backward_func()(
-                forward_step_func=partial(forward_step, mask=True),
+                forward_step_func=forward_step,
                 data_iterator=batches(args.seed, step),
                 model=model[0],
                 num_microbatches=MICRO_BATCHES,

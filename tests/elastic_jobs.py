@@ -46,9 +46,9 @@ def train() -> None:
     trainer.init_process_group()
     job: Any
     if args["kind"] == "megatron":
-        from holdfast.chaos.gpt import Gpt
+        from tests.proof.gpt import FullGpt
 
-        job = Gpt(1234, **args.get("options", {}))
+        job = FullGpt(1234, **args.get("options", {}))
     elif args["kind"] == "zero":
         job = Zero(7)
     else:

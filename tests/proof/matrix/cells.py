@@ -23,7 +23,7 @@ from holdfast.extras import has
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 
-GPT = "tests.proof.gpt:StandInGpt"
+GPT = "tests.proof.gpt:FullGpt"
 TRAINER_STEP, NODE_STEP = 4, 7
 """The steps in the middle of which a trainer and a node are killed."""
 
@@ -221,7 +221,7 @@ def run(
     preload = [
         "holdfast.chaos.drill",
         *modules,
-        *(["holdfast.integrations.adapters.megatron"] if "holdfast.chaos.gpt" in modules else []),
+        *(["holdfast.integrations.adapters.megatron"] if GPT.partition(":")[0] in modules else []),
         "torch.profiler",
     ]
     verdicts = []
