@@ -13,7 +13,6 @@ from typing import Any
 
 from holdfast.chaos.cluster import TARGET, History, Restart, VirtualCluster
 from holdfast.chaos.differences import compare, longest_interval, most_held_up, steps_done_again
-from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.recovery import phases
 from holdfast.chaos.runner import Event
@@ -49,7 +48,7 @@ class Kill:
 
 def kind_of(fault: str) -> str:
     """The `Kill.kind` that a fault of this kind is: ``trainer`` or ``node``."""
-    return "node" if CATALOGUE[fault].wipes_memory else "trainer"
+    return "node" if fault == "lose-node" else "trainer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,16 +60,9 @@ def add(commands: Any) -> None:
 
 def show_list(parsed: argparse.Namespace) -> int:
     """``holdfast chaos list``."""
-    from holdfast.chaos.faults import Where, injected_by
+    from holdfast.chaos.faults import CATALOGUE
 
-    kinds = Report(
-        ("name", "what", "of"),
-        [
-            (kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
-            for kind in injected_by(Where.COMMAND).values()
-        ],
-        left=3,
-    )
+    kinds = Report(("name", "what", "of"), [(kind.name, kind.what, kind.of) for kind in CATALOGUE.values()], left=3)
     say(console_of(parsed), kinds)
     write_json(parsed.json, kinds.records())
     return 0

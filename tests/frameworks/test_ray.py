@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.chaos import faults
 from holdfast.chaos.differences import compare
-from holdfast.chaos.faults import Where, injected_by
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
 
@@ -26,8 +26,11 @@ from ray.exceptions import RayActorError, RayTaskError
 from holdfast.integrations.inprocess import forget
 from holdfast.integrations.ray import nodes as ray_nodes
 from holdfast.integrations.ray.worker_group import WorkerGroup, by_node, worse
+from tests.proof.chaos import actions as chaos
+from tests.proof.chaos.faults import CATALOGUE
 from tests.proof.ray.cluster import ACTIONS, RayFault, VirtualRay
 from tests.proof.ray.drill import SCENARIOS, plan, run, undisturbed
+from tests.proof.sim import plan as sim_plan
 from tests.scripts import python
 
 pytestmark = pytest.mark.cluster
@@ -77,8 +80,9 @@ def test_what_is_wrong_is_said_before_anything_is_started() -> None:
         WorkerGroup(0, job="job")
 
 
-def test_ray_injects_what_the_catalogue_says() -> None:
-    assert ACTIONS.keys() == injected_by(Where.RAY).keys()
+def test_each_kind_of_the_catalogue_is_injected_by_some_backend() -> None:
+    simulated = {*sim_plan.KINDS, "kill-process"}
+    assert ACTIONS.keys() | chaos.ACTIONS.keys() | simulated | faults.CATALOGUE.keys() == CATALOGUE.keys()
 
 
 def test_of_two_failures_the_one_counts_that_says_more() -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.faults import CATALOGUE
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
+from tests.proof.chaos.faults import CATALOGUE
 from tests.proof.chaos.network.impairments import BUFFER_S, KINDS, OVERTAKEN_S, Impairment, after_all
 from tests.proof.chaos.network.namespaces import inhabitants, inside, unavailable
 from tests.proof.chaos.network.packets import UnitTracker, addresses, flipped
@@ -329,9 +329,9 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
 RUN = """
 import json, os, psutil
 from holdfast.chaos.cluster import TARGET
-from holdfast.chaos.faults import Fault
 from holdfast.chaos.launcher import Launcher
 from tests.proof.chaos.cluster import ChaosCluster
+from tests.proof.chaos.faults import Fault
 from tests.proof.chaos.scenario import WORKLOAD
 
 def tell(event):

@@ -12,26 +12,26 @@ from typing import Any
 import pytest
 
 from holdfast.chaos.accounting import beyond_access_times, wait_until_dead
-from holdfast.chaos.cluster import ACTIONS, History, JobFailed, VirtualCluster, to_ranks
-from holdfast.chaos.faults import Fault
+from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.proof.chaos.cluster import ChaosCluster
+from tests.proof.chaos.faults import Fault
 from tests.proof.chaos.network.namespaces import unavailable
 
 pytestmark = pytest.mark.cluster
 STEPS = 9
 
 
-def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) -> VirtualCluster:
+def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) -> ChaosCluster:
     place: Callable[[int, int], int] | None = options.pop("place", None)
-    on_event: Callable[[Event], None] | None = options.pop("on_event", None)
+    on_event: Callable[[Event], None] = options.pop("on_event", lambda event: None)
     environment = options.pop("environment", {})
     args = {"steps": options.pop("steps", STEPS), "skew": options.pop("skew", 1000), "options": options}
     args["environment"] = environment
-    return VirtualCluster(
+    return ChaosCluster(
         launcher,
         nodes=nodes,
         ranks_per_node=ranks,
@@ -40,7 +40,6 @@ def make(launcher: Launcher, *, nodes: int = 3, ranks: int = 1, **options: Any) 
         deadline_s=90,
         place=place,
         on_event=on_event,
-        actions={**ACTIONS, "term-trainer": to_ranks(signal.SIGTERM)},
     )
 
 

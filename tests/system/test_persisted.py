@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.cluster import TARGET, History, JobFailed, VirtualCluster
+from holdfast.chaos.cluster import TARGET, History, JobFailed
 from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.runner import Event
@@ -18,6 +18,7 @@ from holdfast.smp_daemon.persist.place import Directory
 from holdfast.smp_daemon.persist.reading import find_runs
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import arena_base
+from tests.proof.chaos.cluster import ChaosCluster
 from tests.smp_kit import flip_a_byte
 
 pytestmark = pytest.mark.cluster
@@ -54,11 +55,11 @@ def make(
     on_event: Callable[[Event], None] | None = None,
     keep: int = 2,
     waits: list[list[int]] = WAITS,
-) -> VirtualCluster:
+) -> ChaosCluster:
     """A job on three nodes; without a place it is the undisturbed one, and takes no snapshots."""
     args = {"job": "tests.jobs:Persisting", "seed": SEED, "steps": STEPS, "snapshots": place is not None}
     tier = {"HOLDFAST_PERSIST": str(place), "HOLDFAST_PERSIST_EVERY": "100ms", "HOLDFAST_PERSIST_KEEP": str(keep)}
-    return VirtualCluster(
+    return ChaosCluster(
         launcher,
         nodes=NODES,
         ranks_per_node=1,

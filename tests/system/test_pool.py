@@ -28,7 +28,7 @@ def make(
     snapshots: bool = True,
     steps: int = STEPS,
     drain: bool = True,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> VirtualCluster:
     return VirtualCluster(
         launcher,

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.chaos.cluster import TARGET, History, VirtualCluster
+from holdfast.chaos.cluster import TARGET, History
 from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Wiring
 from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
+from tests.proof.chaos.cluster import ChaosCluster
 from tests.proof.matrix.cells import Cell, drill
 
 JOB = "tests.proof.jobs.shared_host:SharedHost"
@@ -59,7 +60,7 @@ def run(launcher: Launcher, plan: Plan, meeting: Barrier) -> History:
 
     snapshots = plan.memory is not None
     args = {"job": JOB, "seed": plan.seed, "steps": plan.steps, "options": plan.options, "hook": plan.hook}
-    cluster = VirtualCluster(
+    cluster = ChaosCluster(
         launcher,
         nodes=NODES,
         ranks_per_node=1,

@@ -63,7 +63,8 @@ def make_parser() -> Parser:
 
 def show_list(parsed: argparse.Namespace) -> int:
     """``list``."""
-    from holdfast.chaos.faults import Where, injected_by
+    from tests.proof.chaos.actions import ACTIONS
+    from tests.proof.chaos.faults import CATALOGUE
     from tests.proof.chaos.scenario import built_in
 
     console = console_of(parsed)
@@ -73,7 +74,8 @@ def show_list(parsed: argparse.Namespace) -> int:
     console.print()
     kinds = [
         (kind.name, kind.what + (f" (needs {kind.needs})" if kind.needs else ""), kind.of)
-        for kind in injected_by(Where.CLUSTER).values()
+        for kind in CATALOGUE.values()
+        if kind.name in ACTIONS
     ]
     say(console, Report(("fault", "what", "of"), kinds, left=3))
     write_json(parsed.json, [{"name": each.name, "what": each.what, "peer": each.peer} for each in scenarios])

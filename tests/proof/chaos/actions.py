@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from holdfast.chaos import cluster as product
-from holdfast.chaos.cluster import Action, end_smps, freeze, lose_nodes, to_ranks
-from holdfast.chaos.faults import CATALOGUE, Fault
+from holdfast.chaos.cluster import Action, lose_nodes
 from holdfast.chaos.runner import send_signals
 from holdfast.smp_daemon.persist.manifest import SNAPSHOT, shard_name
 from holdfast.smp_daemon.shared.errors import ConfigError
+from tests.proof.chaos.faults import CATALOGUE, Fault
 from tests.proof.chaos.network import clocks, namespaces
 from tests.proof.chaos.network.namespaces import inside
 
@@ -41,7 +40,30 @@ def obstacle(kinds: Iterable[str]) -> str:
     return clocks.unavailable() if any(kind.clocked for kind in wanted) else ""
 
 
+def check(fault: Fault) -> None:
+    """Raises `ConfigError` if clusters cannot inject such a kind, or not with this amount or for this long."""
+    if fault.kind not in ACTIONS:
+        raise ConfigError(f"there is no fault {fault.kind!r}: choose one of {', '.join(ACTIONS)}")
+    kind = CATALOGUE[fault.kind]
+    if kind.amounts is not None and not kind.amounts[0] <= fault.amount <= kind.amounts[1]:
+        raise ConfigError(
+            f"{kind.name} with amount = {fault.amount}: choose {kind.amounts[0]} to {kind.amounts[1]} ({kind.what})"
+        )
+    if fault.for_s < 0 or (not fault.for_s and not kind.forever):
+        raise ConfigError(f"{kind.name} with for_s = {fault.for_s}: set for_s to the seconds that it lasts")
+
+
 # ---------------------------------------------------------------------- trainers
+
+
+def to_ranks(*signals: signal.Signals) -> Action:
+    """An action that sends signals to the trainers of the target ranks."""
+
+    def do(cluster: ChaosCluster, fault: Fault) -> None:
+        for rank in fault.targets:
+            send_signals(cluster.pid_of_rank(rank), *signals)
+
+    return do
 
 
 def hang(cluster: ChaosCluster, fault: Fault) -> None:
@@ -91,6 +113,26 @@ def end_launcher(cluster: ChaosCluster, fault: Fault) -> None:
 
 
 # ---------------------------------------------------------------------- SMPs and nodes
+
+
+def end_smps(by: signal.Signals) -> Action:
+    """An action that ends the SMPs of the target nodes with a signal, and starts successors."""
+
+    def do(cluster: ChaosCluster, fault: Fault) -> None:
+        for index in fault.targets:
+            cluster.replace_smp(index, by)
+
+    return do
+
+
+def drain_nodes(cluster: ChaosCluster, fault: Fault) -> None:
+    """Announce that the target nodes are to be taken away."""
+    for index in fault.targets:
+        cluster.drain(index)
+
+
+def freeze(cluster: ChaosCluster, fault: Fault) -> None:
+    """Do nothing: the cluster keeps the process at the point, until it dies (``freeze``) or for `for_s` (``hold``)."""
 
 
 def pause_smps(cluster: ChaosCluster, fault: Fault) -> None:
@@ -270,8 +312,11 @@ def _command(*words: str) -> None:
 
 
 ACTIONS: dict[str, Action] = {
-    **product.ACTIONS,
+    "kill-trainer": to_ranks(signal.SIGKILL),
+    "kill-smp": end_smps(signal.SIGKILL),
     "lose-node": lose,
+    "drain-node": drain_nodes,
+    "freeze": freeze,
     "term-trainer": to_ranks(signal.SIGTERM),
     "segv-trainer": to_ranks(signal.SIGSEGV),
     "abort-trainer": to_ranks(signal.SIGABRT),

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 
 from holdfast.chaos.cluster import TARGET, History
-from holdfast.chaos.faults import Fault
 from holdfast.chaos.findings import CHECKS
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import HoldfastError
@@ -20,6 +19,7 @@ from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.proof.chaos.actions import obstacle
 from tests.proof.chaos.cluster import ChaosCluster, ClockedLauncher
+from tests.proof.chaos.faults import Fault
 from tests.proof.chaos.scenario import WORKLOAD, Scenario
 from tests.proof.chaos.verdict import ScenarioVerdict, judge
 

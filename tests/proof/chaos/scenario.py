@@ -18,11 +18,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.faults import CATALOGUE, STEP_POINTS, Fault, check
+from holdfast.chaos.faults import STEP_POINTS
 from holdfast.planner.profiles import FailureProfile
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.snapshot.resume.arrange import parse_protect
+from tests.proof.chaos.actions import check
+from tests.proof.chaos.faults import CATALOGUE, Fault
 
 IDENTICAL, UNRECOVERABLE, PERSISTED = "identical", "unrecoverable", "persisted"
 WORKLOAD = "tests.proof.chaos.workload:Workload"
@@ -35,7 +37,7 @@ class Scenario:
     Attributes:
         what: description in one sentence.
         steps, seed: steps and seed of the job.
-        faults: the faults to inject, in any order; see `chaos.faults.Fault`.
+        faults: the faults to inject, in any order; see `tests.proof.chaos.faults.Fault`.
         expect: ``identical``: the run ends like an undisturbed one; ``unrecoverable``: it fails, and says that too much
             is lost; ``persisted``: it resumes from a persisted snapshot, since nothing better is left, and ends like an
             undisturbed one.

@@ -51,7 +51,7 @@ KINDS = (
     "flip-stored",
     "grow-state",
 )
-"""Kinds of faults from the catalogue, `chaos.faults`. Each seed draws its faults from a few kinds, so that some seeds
+"""Kinds of faults from `tests.proof.chaos.faults`. Each seed draws its faults from a few kinds, so that some seeds
 have many of one kind. The order of this tuple is part of what each seed determines."""
 
 
