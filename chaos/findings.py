@@ -3,32 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-
-PROMISES = {
-    "ends": "the job ends in time",
-    "refuses": "if more is lost than parity makes up for, the job says so and does not start anew",
-    "returns": "else it comes back from every fault, and ends well",
-    "result": "every loss, every gradient and the final state are those of the undisturbed job, bit for bit",
-    "together": "all ranks of a start go on from the same step",
-    "kept": "no step that was protected is lost",
-    "again": "no more finished steps are done again than may be",
-    "persisted": "if memory is lost, what was persisted comes back",
-    "whole": "no shard is damaged unless a bit was flipped",
-    "smps": "an SMP ends by the signal that it is sent",
-    "leaks": "nothing is left behind",
-    "expected": "no SMP meets an error that it does not expect",
-}
-"""The checks of the product, by name. A build that is broken on purpose names the check that must notice it."""
-
-TRIALS = {
-    "struck": "every fault that was asked for was done",
-    "met": "what impairs a network met packets",
-    "seen": "a clock that was set was read",
-}
-"""The checks of the trial itself, since a fault that does nothing shows nothing."""
-
-CHECKS = PROMISES | TRIALS
 
 
 class Findings:
@@ -38,13 +12,7 @@ class Findings:
         self.checks: Counter[str] = Counter()
         self.breaches: list[tuple[str, str]] = []
 
-    def look(self, check: str, breach: str) -> None:
-        """Record that one of `CHECKS` looked at something. `breach`: what it found; empty if all is well."""
+    def look(self, check: str, *breaches: str) -> None:
+        """Record that a check looked at something, and what it found. An empty text: all is well."""
         self.checks[check] += 1
-        if breach:
-            self.breaches.append((check, breach))
-
-    def look_at_each(self, check: str, breaches: Sequence[str]) -> None:
-        """Record that a check looked at everything of its kind, and all that it found."""
-        self.checks[check] += 1
-        self.breaches += [(check, breach) for breach in breaches]
+        self.breaches += [(check, breach) for breach in breaches if breach]

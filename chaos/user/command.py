@@ -132,8 +132,8 @@ class CommandVerdict:
         epochs: how often the job was started.
         steps_again: number of finished steps that had to be done again, at each new epoch.
         report: what was compared, and what differed.
-        breaches: pairs of one of `findings.CHECKS` and what it found; empty if all is well.
-        checks: how often each of `findings.CHECKS` looked at something.
+        breaches: pairs of a check and what it found; empty if all is well.
+        checks: how often each check looked at something.
     """
 
     run: CommandRun
@@ -224,7 +224,7 @@ def judge(plan: CommandPlan, first: Sequence[Notes], second: Sequence[Notes], ru
     if asked:
         found.look("struck", f"{asked} faults were asked for, {done} were done" if done < asked else "")
     if not run.failure:
-        found.look_at_each("leaks", [f"left behind: process {leak}" for leak in run.leaks])
+        found.look("leaks", *[f"left behind: process {leak}" for leak in run.leaks])
     nothing = AuditReport((), 0, ())
     return CommandVerdict(run, len(epochs), tuple(again), lost, report or nothing, tuple(found.breaches), found.checks)
 

@@ -17,13 +17,13 @@ import pytest
 from holdfast import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.chaos import faults as product
 from holdfast.chaos.cluster import History, Restart
-from holdfast.chaos.findings import CHECKS
 from holdfast.chaos.user import command as user_command
 from holdfast.cli.main import main
 from holdfast.planner.profiles import PROFILES
 from tests.proof.chaos.__main__ import line, make_parser, shard
 from tests.proof.chaos.actions import ACTIONS
 from tests.proof.chaos.campaign import Campaign, summary
+from tests.proof.chaos.checks import CHECKS
 from tests.proof.chaos.faults import CATALOGUE, Fault, due_at
 from tests.proof.chaos.report import markdown, page
 from tests.proof.chaos.scenario import (

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from holdfast.chaos.findings import PROMISES
 from tests.deadlines import DEADLINE_S
 from tests.proof.chaos.campaign import Campaign
+from tests.proof.chaos.checks import PROMISES
 from tests.proof.mutants import ENV, MUTANTS
 from tests.sampling import chosen
 

@@ -13,7 +13,6 @@ import pytest
 
 from holdfast.audit import Notes, Values, read
 from holdfast.chaos.faults import CATALOGUE
-from holdfast.chaos.findings import CHECKS
 from holdfast.chaos.user.command import (
     FIRST_STEP,
     IN_A_RECOVERY,
@@ -31,6 +30,7 @@ from holdfast.chaos.user.run import check_one_job
 from holdfast.cli.main import main
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from tests.proof.chaos.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 

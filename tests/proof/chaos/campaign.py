@@ -12,12 +12,12 @@ from typing import Any
 import psutil
 
 from holdfast.chaos.cluster import TARGET, History
-from holdfast.chaos.findings import CHECKS
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
 from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.proof.chaos.actions import obstacle
+from tests.proof.chaos.checks import CHECKS
 from tests.proof.chaos.cluster import ChaosCluster, ClockedLauncher
 from tests.proof.chaos.faults import Fault
 from tests.proof.chaos.scenario import WORKLOAD, Scenario

@@ -126,10 +126,10 @@ def judge(
         for jump in jumps(scenario):
             found.look("seen", f"no trainer saw its clock {jump} s ahead" if jump in unseen else "")
     outliving = outlived(disturbed)
-    found.look_at_each("smps", [f"an SMP outlived {by} and had to be killed" for by in outliving])
-    found.look_at_each("leaks", [f"left behind: {leak}" for leak in leaks])
+    found.look("smps", *[f"an SMP outlived {by} and had to be killed" for by in outliving])
+    found.look("leaks", *[f"left behind: {leak}" for leak in leaks])
     bugs = [f"an error that an SMP did not expect: {text}" for text in disturbed.tracebacks]
-    found.look_at_each("expected", bugs)
+    found.look("expected", *bugs)
     return ScenarioVerdict(
         scenario,
         tuple(found.breaches),

@@ -16,6 +16,7 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import BATCH, WIDTH, seed_everything
 
 RANK = 3
@@ -108,4 +109,4 @@ class AcpSgd:
 
 
 if __name__ == "__main__":
-    drill.main(AcpSgd)
+    alone.main(AcpSgd)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
 from holdfast.integrations.batches import GlobalBatches, portion
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import seed_everything
 
 WIDTH, BATCH, SAMPLES, LARGEST = 24, 24, 100, 4
@@ -91,4 +92,4 @@ class Elastic:
 
 
 if __name__ == "__main__":
-    drill.main(Elastic)
+    alone.main(Elastic)

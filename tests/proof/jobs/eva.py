@@ -16,6 +16,7 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import BATCH, WIDTH, seed_everything
 
 DAMPING, DECAY = 0.03, 0.95
@@ -115,4 +116,4 @@ class EvaJob:
 
 
 if __name__ == "__main__":
-    drill.main(EvaJob)
+    alone.main(EvaJob)

@@ -19,6 +19,7 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import seed_everything
 
 CLASSES, INPUTS, FEATURES, CLIENTS, PICKED, LOCAL_STEPS = 4, 12, 16, 10, 2, 3
@@ -124,4 +125,4 @@ class FedImpro:
 
 
 if __name__ == "__main__":
-    drill.main(FedImpro)
+    alone.main(FedImpro)

@@ -16,6 +16,7 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import BATCH, WIDTH, seed_everything
 
 RANK, SCALE = 4, 2.0
@@ -90,4 +91,4 @@ class LoraFa:
 
 
 if __name__ == "__main__":
-    drill.main(LoraFa)
+    alone.main(LoraFa)

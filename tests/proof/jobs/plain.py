@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 
 WIDTH, BATCH = 48, 6
 
@@ -149,4 +150,4 @@ class Offloaded(Shards):
 
 
 if __name__ == "__main__":
-    drill.main(Plain)
+    alone.main(Plain)

@@ -18,6 +18,7 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import BATCH, WIDTH, seed_everything
 
 STAGES = ((1, 24), (4, 160), (2, 64), (1, 40))
@@ -109,4 +110,4 @@ class Pool:
 
 
 if __name__ == "__main__":
-    drill.main(Pool)
+    alone.main(Pool)

@@ -16,6 +16,7 @@ from torch import nn
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import Plain
 
 BATCH, LEAST = 12, 3
@@ -87,4 +88,4 @@ class SharedHost(Plain):
 
 
 if __name__ == "__main__":
-    drill.main(SharedHost)
+    alone.main(SharedHost)

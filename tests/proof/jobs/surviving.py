@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.chaos import drill
 from holdfast.integrations.inprocess import survive
+from tests.proof.jobs import alone
 from tests.proof.jobs.acp_sgd import AcpSgd
 
 if __name__ == "__main__":
-    survive(drill.main, AcpSgd)
+    survive(alone.main, AcpSgd)

@@ -18,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from holdfast import InMemorySnapshot
 from holdfast.chaos import drill
+from tests.proof.jobs import alone
 from tests.proof.jobs.plain import BATCH, WIDTH, seed_everything
 
 HIDDEN, RANK, LAYERS = 32, 4, 4
@@ -72,4 +73,4 @@ class Zero:
 
 
 if __name__ == "__main__":
-    drill.main(Zero)
+    alone.main(Zero)
