@@ -203,6 +203,11 @@ def examine(facts: Facts) -> list[Finding]:
     ]
 
 
+def _unless(fine: bool, check: str, found: str, needed: str, fix: str, verdict: Verdict = "note") -> Finding:
+    """A finding with its fix, unless all is well."""
+    return Finding(check, found, needed) if fine else Finding(check, found, needed, verdict, fix)
+
+
 def _package(name: str, found: str | None) -> Finding:
     if found is not None:
         return Finding(name, found, "installed")
@@ -217,30 +222,22 @@ def _package(name: str, found: str | None) -> Finding:
 def _codes(facts: Facts) -> Iterator[Finding]:
     backend, reason = facts.auto
     needed = "the fast one"
-    if reason:
-        found = f"auto takes {backend}, which is slow for m > 1: {reason}"
-        yield Finding("erasure code", found, needed, "note", GET_ISAL)
-    else:
-        yield Finding("erasure code", f"auto takes {backend}, the fast one", needed)
+    found = f"auto takes {backend}, {f'which is slow for m > 1: {reason}' if reason else 'the fast one'}"
+    yield _unless(not reason, "erasure code", found, needed, GET_ISAL)
     for name, why in facts.unusable.items():
         where = f": {facts.isal}" if name == "isal" and facts.isal else ""
-        check, needed = f"backend {name}", "usable, if it is to be chosen"
-        yield (Finding(check, why, needed, "note", GET_ISAL) if why else Finding(check, f"usable{where}", needed))
+        yield _unless(not why, f"backend {name}", why or f"usable{where}", "usable, if it is to be chosen", GET_ISAL)
 
 
 def _arena(facts: Facts) -> Iterator[Finding]:
     needed = "a directory that this user may write"
-    if facts.writable:
-        yield Finding("arena", str(facts.arena), needed)
-    else:
-        fix = f"chown {_user()} {shlex.quote(str(facts.parent))}, or set {ARENA_ENV}"
-        yield Finding("arena", f"{facts.arena}: cannot be written", needed, "problem", fix)
-    kind = f"{facts.mount.kind} on {facts.mount.point}"
-    if facts.mount.kind == "tmpfs":
-        yield Finding("arena's file system", kind, "tmpfs")
-    else:
-        fix = f"snapshots belong in memory: set {ARENA_ENV} to a directory on tmpfs"
-        yield Finding("arena's file system", f"{kind}, not tmpfs", "tmpfs", "problem", fix)
+    found = f"{facts.arena}{'' if facts.writable else ': cannot be written'}"
+    fix = f"chown {_user()} {shlex.quote(str(facts.parent))}, or set {ARENA_ENV}"
+    yield _unless(facts.writable, "arena", found, needed, fix, "problem")
+    is_tmpfs = facts.mount.kind == "tmpfs"
+    found = f"{facts.mount.kind} on {facts.mount.point}{'' if is_tmpfs else ', not tmpfs'}"
+    fix = f"snapshots belong in memory: set {ARENA_ENV} to a directory on tmpfs"
+    yield _unless(is_tmpfs, "arena's file system", found, "tmpfs", fix, "problem")
     room = f"{facts.room:,} bytes"
     needed = f"{LEAST_ROOM_BYTES:,} bytes at least; 3.5 times the state of this node's ranks with 3 slots and 4+1"
     if facts.room < LEAST_ROOM_BYTES:
@@ -283,19 +280,17 @@ def _swap(facts: Facts) -> Finding:
 
 def _huge(facts: Facts) -> Finding:
     option = facts.mount.option("huge") or "never"
-    check, found = "huge pages", f"shmem_enabled {facts.shmem_huge}, {facts.mount.point} huge={option}"
+    found = f"shmem_enabled {facts.shmem_huge}, {facts.mount.point} huge={option}"
     asked = option == facts.shmem_huge == "advise"  # holdfast requests huge pages only if the kernel says advise
     given = facts.shmem_huge == "force" or (
         facts.shmem_huge != "deny" and (asked or option in ("always", "within_size"))
     )
     needed = "given to tmpfs: the first copy into a slot is faster, and a dead trainer's end is noticed sooner"
-    if given:
-        return Finding(check, found, needed)
     fix = (
         f"mount -o remount,huge=advise {facts.mount.point} && "
         "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
     )
-    return Finding(check, found, needed, "note", fix)
+    return _unless(given, "huge pages", found, needed, fix)
 
 
 def _numa(facts: Facts) -> Finding:
@@ -304,69 +299,59 @@ def _numa(facts: Facts) -> Finding:
         return Finding(check, f"{len(facts.numa) or 1} node", needed)
     policy = facts.mount.option("mpol")
     found = f"{len(facts.numa)} nodes; pages of {facts.mount.point} are of {policy or 'the node where its SMP runs'}"
-    if policy:
-        return Finding(check, found, needed)
     nodes = ",".join(map(str, sorted(facts.numa)))
     fix = f"mount -o remount,mpol=interleave:{nodes} {facts.mount.point}; else some trainers copy to remote memory"
-    return Finding(check, found, needed, "note", fix)
+    return _unless(bool(policy), check, found, needed, fix)
 
 
 def _memlock(facts: Facts) -> Finding:
-    check, needed = "locked memory", "no limit, where slots are registered with CUDA or an RDMA card"
+    needed = "no limit, where slots are registered with CUDA or an RDMA card"
     found = "no limit" if facts.memlock_bytes is None else f"at most {facts.memlock_bytes:,} bytes"
-    if facts.memlock_bytes is None or not facts.gpu:
-        return Finding(check, found if facts.gpu else f"{found}; no CUDA device here", needed)
+    fine = facts.memlock_bytes is None or not facts.gpu
     fix = (
         "ulimit -l unlimited; docker run --ulimit memlock=-1; in a unit: LimitMEMLOCK=infinity; "
         "echo '* - memlock unlimited' > /etc/security/limits.d/holdfast.conf"
     )
-    return Finding(check, found, needed, "note", fix)
+    return _unless(fine, "locked memory", found if facts.gpu else f"{found}; no CUDA device here", needed, fix)
 
 
 def _pin_cap(facts: Facts) -> Finding:
-    check, needed = "pin cap", f"at most {PIN_CAP_BYTES:,} bytes a call of cudaHostRegister"
     found = f"slots are registered {facts.register_bytes:,} bytes at a time"
-    if facts.register_bytes > PIN_CAP_BYTES:
-        return Finding(check, found, needed, "problem", "pip install --force-reinstall holdfast-train")
-    return Finding(check, found if facts.gpu else f"{found}; no CUDA device here", needed)
+    found += "" if facts.gpu else "; no CUDA device here"
+    needed, fix = (
+        f"at most {PIN_CAP_BYTES:,} bytes a call of cudaHostRegister",
+        "pip install --force-reinstall holdfast-train",
+    )
+    return _unless(facts.register_bytes <= PIN_CAP_BYTES, "pin cap", found, needed, fix, "problem")
 
 
 def _files(files: int) -> Finding:
-    needed = f"{LEAST_FILES:,} at least"
-    if files < LEAST_FILES:
-        return Finding("open files", f"at most {files:,}", needed, "note", f"ulimit -n {LEAST_FILES}, or more")
-    return Finding("open files", f"at most {files:,}", needed)
+    found, fix = f"at most {files:,}", f"ulimit -n {LEAST_FILES}, or more"
+    return _unless(files >= LEAST_FILES, "open files", found, f"{LEAST_FILES:,} at least", fix)
 
 
 def _kernel(facts: Facts) -> Finding:
     needed = "MADV_POPULATE_WRITE: Linux 5.14 or later"
-    if facts.populate:
-        return Finding("kernel", f"{facts.kernel}, has MADV_POPULATE_WRITE", needed)
+    found = f"{facts.kernel}, has {'' if facts.populate else 'no '}MADV_POPULATE_WRITE"
     fix = "the first copy into each slot will be slow: Linux 5.14 or later"
-    return Finding("kernel", f"{facts.kernel}, has no MADV_POPULATE_WRITE", needed, "note", fix)
+    return _unless(facts.populate, "kernel", found, needed, fix)
 
 
 def _idle(idle: bool) -> Finding:
-    needed = "may be set, for HOLDFAST_PRIORITY=idle"
-    if idle:
-        return Finding("SCHED_IDLE", "may be set", needed)
+    found = "may be set" if idle else "may not be set"
     fix = "HOLDFAST_PRIORITY=idle will mean nice 19 instead: allow sched_setscheduler (seccomp profile)"
-    return Finding("SCHED_IDLE", "may not be set", needed, "note", fix)
+    return _unless(idle, "SCHED_IDLE", found, "may be set, for HOLDFAST_PRIORITY=idle", fix)
 
 
 def _copies(streaming: bool) -> Finding:
-    needed = "by streaming stores"
-    if streaming:
-        return Finding("copies", "by streaming stores", needed)
-    return Finding("copies", "by memmove", needed, "note", f"they take up to 1.7 times as long: {COMPILE}")
+    found, fix = "by streaming stores" if streaming else "by memmove", f"they take up to 1.7 times as long: {COMPILE}"
+    return _unless(streaming, "copies", found, "by streaming stores", fix)
 
 
 def _units(receives: bool) -> Finding:
     needed = "received and digested by compiled code"
-    if receives:
-        return Finding("units", needed, needed)
-    fix = f"receiving them takes more processor time: {COMPILE}"
-    return Finding("units", "received and digested in Python", needed, "note", fix)
+    found = needed if receives else "received and digested in Python"
+    return _unless(receives, "units", found, needed, f"receiving them takes more processor time: {COMPILE}")
 
 
 def _ports(facts: Facts) -> Iterator[Finding]:
@@ -404,20 +389,16 @@ def _card(cards: Sequence[NetworkCard], address: str, finding: Finding) -> Findi
 
 
 def _clock(facts: Facts) -> Finding:
-    check, needed = "monotonic clock", f"one that is read without a system call: {', '.join(FAST_CLOCKS[:2])}, ..."
-    if facts.clock in ("", *FAST_CLOCKS):
-        return Finding(check, facts.clock or "unknown", needed)
+    needed = f"one that is read without a system call: {', '.join(FAST_CLOCKS[:2])}, ..."
     fix = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource"
-    return Finding(check, facts.clock, needed, "note", fix)
+    return _unless(facts.clock in ("", *FAST_CLOCKS), "monotonic clock", facts.clock or "unknown", needed, fix)
 
 
 def _wall_clock(facts: Facts) -> Finding:
-    check, needed = "wall clock", "for logs alone: nothing else goes by it, and it may jump"
-    if facts.synchronised is None:
-        return Finding(check, "cannot be told whether it is synchronised", needed)
-    if facts.synchronised:
-        return Finding(check, "synchronised", needed)
-    return Finding(check, "not synchronised", needed, "note", "timedatectl set-ntp true, or start chronyd")
+    needed = "for logs alone: nothing else goes by it, and it may jump"
+    said = {None: "cannot be told whether it is synchronised", True: "synchronised", False: "not synchronised"}
+    fix = "timedatectl set-ntp true, or start chronyd"
+    return _unless(facts.synchronised is not False, "wall clock", said[facts.synchronised], needed, fix)
 
 
 def _token(facts: Facts) -> Iterator[Finding]:
