@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.chaos.cluster import TARGET, History, Restart, VirtualCluster
@@ -151,34 +151,17 @@ class Account:
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {
-            "identical": self.identical,
-            "difference": self.difference,
-            "steps": self.plan.steps,
-            "nodes": self.plan.nodes,
-            "ranks": self.plan.nodes * self.plan.ranks_per_node,
-            "seed": self.plan.seed,
-            "protect": self.plan.protect,
-            "code": self.plan.code,
-            "losses": self.losses,
-            "disk_bytes_written": self.disk_bytes_written,
-            "leaks": self.leaks,
-            "seconds": self.seconds,
-            "defaults": self.plan.defaults,
-            "interval": self.interval,
-            "held_up": self.held_up,
-            "recoveries": [
-                {
-                    "kind": r.kill.kind,
-                    "targets": r.kill.targets,
-                    "step": r.kill.step,
-                    "restored_step": r.restored_step,
-                    "lost_steps": r.lost_steps,
-                    "bytes_fetched": r.bytes_fetched,
-                    "phases": r.phases,
-                }
-                for r in self.recoveries
-            ],
+        plan, found = self.plan, asdict(self)
+        del found["plan"]
+        found["recoveries"] = [each.pop("kill") | each for each in found["recoveries"]]
+        return found | {
+            "steps": plan.steps,
+            "nodes": plan.nodes,
+            "ranks": plan.nodes * plan.ranks_per_node,
+            "seed": plan.seed,
+            "protect": plan.protect,
+            "code": plan.code,
+            "defaults": plan.defaults,
         }
 
 

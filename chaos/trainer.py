@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -80,14 +81,11 @@ class Trainer:
         event = {"kind": kind, "rank": self.rank, "generation": self.generation, **clocks, **what}
         self._events.sendall(json.dumps(event).encode() + b"\n")
 
-    @property
+    @cached_property
     def _events(self) -> socket.socket:
-        sock: socket.socket | None = self.__dict__.get("_socket")
-        if sock is None:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(COLLECTIVE_DEADLINE_S)
-            sock.connect(self.events)
-            self.__dict__["_socket"] = sock
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(COLLECTIVE_DEADLINE_S)
+        sock.connect(self.events)
         return sock
 
 

@@ -13,6 +13,7 @@ Importing this package imports neither torch nor any framework.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -59,17 +60,11 @@ __all__ = [
 ]
 
 
+_LATER = {"InMemorySnapshot": "hook", "prefetch": "snapshot.connect", "register": "snapshot.state.hidden"}
+"""What is imported when it is first asked for, and the module that has it."""
+
+
 def __getattr__(name: str) -> Any:
-    if name == "InMemorySnapshot":
-        from holdfast.hook import InMemorySnapshot
-
-        return InMemorySnapshot
-    if name == "prefetch":
-        from holdfast.snapshot.connect import prefetch
-
-        return prefetch
-    if name == "register":
-        from holdfast.snapshot.state.hidden import register
-
-        return register
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(import_module(f"holdfast.{_LATER[name]}"), name)

@@ -106,6 +106,21 @@ def arena_folder(text: str) -> Path:
     return path
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add what commands have in common that run a training command several times, and compare the runs."""
+    parser.add_argument(
+        "--ignore",
+        type=pattern,
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="do not compare names that contain a match of this regular expression; may be repeated",
+    )
+    parser.add_argument(
+        "--deadline", type=deadline, default="10min", metavar="TIME", help="timeout for each run (default 10min)"
+    )
+
+
 def add_arena(parser: argparse.ArgumentParser) -> None:
     """Add ``--arena`` to a command that looks for the SMPs of this machine."""
     parser.add_argument("--arena", metavar=ARENA.kind.shown, type=arena_folder, help=ARENA.help)

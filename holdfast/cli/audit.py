@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from holdfast.cli.arguments import deadline, pattern
+from holdfast.cli.arguments import add_runs
 from holdfast.cli.output import add_json, console_of, write_json
 
 
@@ -20,17 +20,7 @@ def add(commands: Any) -> None:
         "Status 0 only if nothing differs.",
     )
     audit.add_argument("--steps", type=int, default=8, help="steps of each run; the kill is in the middle (default 8)")
-    audit.add_argument(
-        "--ignore",
-        type=pattern,
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="do not compare names that contain a match of this regular expression; may be repeated",
-    )
-    audit.add_argument(
-        "--deadline", type=deadline, default="10min", metavar="TIME", help="timeout for each run (default 10min)"
-    )
+    add_runs(audit)
     add_json(audit)
     audit.add_argument("command", nargs=argparse.REMAINDER, help="such as -- torchrun ... train.py")
     audit.set_defaults(run=_run)

@@ -7,7 +7,7 @@ import random
 import shlex
 from typing import Any
 
-from holdfast.cli.arguments import deadline, pattern
+from holdfast.cli.arguments import add_runs
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.report import Report, say
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -39,21 +39,7 @@ def add(commands: Any) -> None:
         metavar="WORD",
         help="also kill other processes whose command line contains WORD",
     )
-    run.add_argument(
-        "--ignore",
-        type=pattern,
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="do not compare names that contain a match of this regular expression; may be repeated",
-    )
-    run.add_argument(
-        "--deadline",
-        type=deadline,
-        default="10min",
-        metavar="TIME",
-        help="for each run (default 10min)",
-    )
+    add_runs(run)
     add_json(run)
     run.set_defaults(run=run_command, command=[])
 

@@ -26,24 +26,7 @@ from holdfast.cli.arguments import Parser
 from holdfast.cli.lifetime import run_to_the_end
 from holdfast.cli.output import report
 
-COMMANDS = (
-    *(
-        demo,
-        audit,
-        status,
-        smp,
-        drain,
-        give_up,
-        export,
-        gc,
-        deploy,
-        doctor,
-        bench,
-        chaos,
-        plan,
-        profile,
-    ),
-)
+COMMANDS = (demo, audit, status, smp, drain, give_up, export, gc, deploy, doctor, bench, chaos, plan, profile)
 
 
 def main(arguments: list[str] | None = None, parser: Parser | None = None) -> int:

@@ -8,7 +8,7 @@ replica set (``pp0-tp1-cp0-ep0.optim0.model0.head.weight.main``), or with its co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def _put(state: dict[str, Any], where: Sequence[str], value: torch.Tensor, *, ke
         state[last] = value
 
 
-def _count(value: Any, is_tensor: Callable[[Any], bool] = lambda each: isinstance(each, torch.Tensor)) -> int:
+def _count(value: Any) -> int:
     if isinstance(value, dict):
-        return sum(_count(each, is_tensor) for each in value.values())
-    return int(is_tensor(value))
+        return sum(map(_count, value.values()))
+    return int(isinstance(value, torch.Tensor))

@@ -75,20 +75,19 @@ class FailureModel:
         }
 
 
-def from_profile(profile: FailureProfile, mtbf_s: float | None = None, beyond_s: float = BEYOND_S) -> FailureModel:
+def from_profile(profile: FailureProfile, mtbf_s: float | None = None) -> FailureModel:
     """Rates from a profile; with `mtbf_s`, the MTBF of one node, only the shares of the classes are the profile's.
 
     Raises:
-        ConfigError: a time is not positive.
+        ConfigError: the time is not positive.
     """
     if mtbf_s is not None:
         positive("the MTBF of a node", mtbf_s, " s")
-    positive("the time between losses of everything", beyond_s, " s")
     rate = 1.0 / (mtbf_s or profile.node_mtbf_s())
     source = (
         profile.source if mtbf_s is None else f"an MTBF of {mtbf_s / DAY_S:g} d a node, shared out as in {profile.name}"
     )
-    return FailureModel(rate * profile.process, rate * profile.memory, rate * profile.shock, 1.0 / beyond_s, source)
+    return FailureModel(rate * profile.process, rate * profile.memory, rate * profile.shock, 1.0 / BEYOND_S, source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import types
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, get_args, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from holdfast.planner.checks import not_negative, positive, within
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS
+from holdfast.smp_daemon.shared.plain import from_plain
 
 FORMAT = 1
 """Version of the JSON; other versions are refused."""
@@ -108,20 +108,10 @@ class Measured:
             raise ConfigError(f"profile: {type(data).__name__} is not a measured profile: it must be a JSON object")
         if data.get("format") != FORMAT:
             raise ConfigError(f"profile: format is {data.get('format')!r}, and this version reads {FORMAT}")
-        hints = get_type_hints(cls)
         given = {key: value for key, value in data.items() if key != "format"}
-        unknown = sorted(given.keys() - hints.keys())
-        missing = sorted(f.name for f in fields(cls) if f.name not in given and f.default is MISSING)
-        if unknown or missing:
-            raise ConfigError(f"profile: missing keys {missing}, unknown keys {unknown}")
-        for key, value in given.items():
-            _check_type(key, value, hints[key])
-        return cls(**given)
-
-
-def _check_type(key: str, value: Any, hint: Any) -> None:
-    accepted = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    number = type(value) is int or (type(value) is float and float in accepted)
-    if not number and not (value is None and types.NoneType in accepted):
-        kind = "a number" if float in accepted else "a whole number"
-        raise ConfigError(f"profile: {key} is {value!r}: give {kind}")
+        if unknown := sorted(given.keys() - {field.name for field in fields(cls)}):
+            raise ConfigError(f"profile: unknown keys {unknown}")
+        try:
+            return from_plain(cls, given, "a measured profile")
+        except ProtocolError as error:
+            raise ConfigError(f"profile: {error}") from error

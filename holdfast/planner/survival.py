@@ -8,6 +8,7 @@ losses: to detect the loss, replace the node, decode and encode again.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -230,10 +231,7 @@ def shock_neighbours(sizes: Sequence[int], tolerated: int, hit: int) -> float:
 
 def _runs(sizes: Iterable[int]) -> list[tuple[int, int]]:
     """Pairs of (size, number of groups of that size)."""
-    counts: dict[int, int] = {}
-    for size in sizes:
-        counts[size] = counts.get(size, 0) + 1
-    return sorted(counts.items())
+    return sorted(Counter(sizes).items())
 
 
 def _times(one: Sequence[int], other: Sequence[int], degree: int) -> list[int]:

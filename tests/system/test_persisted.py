@@ -52,7 +52,7 @@ def make(
     launcher: Launcher,
     place: Path | None,
     *,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
     keep: int = 2,
     waits: list[list[int]] = WAITS,
 ) -> ChaosCluster:

@@ -41,14 +41,14 @@ def test_a_profile_survives_json(measured: Measured) -> None:
     ("change", "message"),
     [
         ({"step_s": -1.0}, "step_s is -1: .* more than 0"),
-        ({"step_s": "2 s"}, "step_s is '2 s': .*number"),
-        ({"step_s": True}, "step_s is True: .*number"),
-        ({"slots": 2.5}, "slots is 2.5: .*whole"),
+        ({"step_s": "2 s"}, "float.*got .str.*step_s"),
+        ({"step_s": True}, "float.*got .bool.*step_s"),
+        ({"slots": 2.5}, "int.*got .float.*slots"),
         ({"slots": 1}, "slots is 1: .*2 to 16"),
         ({"quiet_steps": 0}, "quiet_steps is 0: at least 1"),
-        ({"encode_s": float("nan")}, "encode_s is nan: .*0 or"),
+        ({"encode_s": float("nan")}, "float.*got .null.*encode_s"),
         ({"data": 0}, "parity is 2 .*data 0"),
-        ({"nodes": None}, "nodes .*None: .*whole"),
+        ({"nodes": None}, "int.*got .null.*nodes"),
         ({"colour": 1}, r"unknown keys \['colour'\]"),
         ({"format": 7}, "format is 7"),
     ],
@@ -63,7 +63,7 @@ def test_what_is_no_profile_is_refused() -> None:
         Measured.from_json([])
     data = RUN.to_json()
     del data["copy_s"]
-    with pytest.raises(ConfigError, match=r"missing keys \['copy_s'\]"):
+    with pytest.raises(ConfigError, match=r"missing .*copy_s"):
         Measured.from_json(data)
 
 
