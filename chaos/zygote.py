@@ -37,33 +37,27 @@ PR_SET_PDEATHSIG = 1
 
 
 class TrainerZygote:
-    """The zygote's loop, and the ranks of its children by pid: those of the job, and strays, which were spared."""
+    """The zygote's loop, and the ranks of its children by pid: those of the job, and strays, which were spared.
+
+    The selector watches the channel, and a descriptor of each child, which is readable once that has ended.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._children: dict[int, int] = {}
         self._strays: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
         self._buffer = b""
 
     def run(self) -> None:
         """Serve until the other end of the channel closes."""
-        woken, wake = os.pipe()
-        os.set_blocking(wake, False)
-        os.set_blocking(woken, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        selector = selectors.DefaultSelector()
-        selector.register(self._channel, selectors.EVENT_READ)
-        selector.register(woken, selectors.EVENT_READ)
+        self._selector.register(self._channel, selectors.EVENT_READ)
         self._say({"kind": "imported"})
         while True:
-            for key, _ in selector.select():
-                if key.fileobj is self._channel:
-                    if not self._listen():
-                        self._end()
-                        return
-                else:
-                    _drain(woken)
+            if any(key.fileobj is self._channel for key, _ in self._selector.select()) and not self._listen():
+                self._end()
+                return
             self._reap()
 
     def _listen(self) -> bool:
@@ -98,6 +92,8 @@ class TrainerZygote:
                 if pid == 0:
                     self._become_trainer(rank, store, message["target"])
                 self._children[pid] = rank["rank"]
+                self._ends[pid] = os.pidfd_open(pid)
+                self._selector.register(self._ends[pid], selectors.EVENT_READ)
                 pids[rank["rank"]] = pid
         self._say({"kind": "spawned", "pids": pids})
 
@@ -105,8 +101,6 @@ class TrainerZygote:
         status = 1
         try:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._channel.close()
             log = os.open(rank["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
@@ -148,6 +142,8 @@ class TrainerZygote:
             self._reaped(pid, status)
 
     def _reaped(self, pid: int, status: int) -> None:
+        self._selector.unregister(self._ends[pid])
+        os.close(self._ends.pop(pid))
         kind = "stray" if pid in self._strays else "exit"
         rank = self._strays.pop(pid) if pid in self._strays else self._children.pop(pid)
         code = os.waitstatus_to_exitcode(status)
@@ -184,14 +180,6 @@ def _settle_access_times() -> None:
     _, ended = os.waitpid(pid, 0)
     if ended != 0:
         raise RuntimeError(f"the rehearsal of a trainer failed with status {os.waitstatus_to_exitcode(ended)}")
-
-
-def _drain(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass
 
 
 def main() -> None:
