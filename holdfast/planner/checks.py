@@ -7,22 +7,19 @@ import math
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 
-def positive(name: str, value: float, unit: str = "") -> float:
-    """`value` if it is finite and more than 0. Raises `ConfigError` if not."""
+def positive(name: str, value: float, unit: str = "") -> None:
+    """Raises `ConfigError` unless `value` is finite and more than 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{name} is {value:g}{unit}: give more than 0{unit}")
-    return value
 
 
-def not_negative(name: str, value: float, unit: str = "") -> float:
-    """`value` if it is finite and at least 0. Raises `ConfigError` if not."""
+def not_negative(name: str, value: float, unit: str = "") -> None:
+    """Raises `ConfigError` unless `value` is finite and at least 0."""
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{name} is {value:g}{unit}: give 0{unit} or more")
-    return value
 
 
-def within(name: str, value: float, low: float, high: float) -> float:
-    """`value` if it lies between `low` and `high`, both included. Raises `ConfigError` if not."""
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Raises `ConfigError` unless `value` lies between `low` and `high`, both included."""
     if not low <= value <= high:
         raise ConfigError(f"{name} is {value:g}: give {low:g} to {high:g}")
-    return value
