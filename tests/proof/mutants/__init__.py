@@ -23,7 +23,7 @@ class Mutant:
     Attributes:
         what: what the build does wrong.
         scenario: name of the scenario that shows it.
-        sign: the check of `tests.proof.chaos.verdict.CHECKS` that must notice it.
+        sign: the check of `tests.proof.chaos.checks.PROMISES` that must notice it.
         says: a pattern that the message of this check must match.
         hook: options of the hook, in addition to the scenario's.
         break_it: makes the change; imports the modules that it changes.
