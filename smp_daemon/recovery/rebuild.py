@@ -142,9 +142,7 @@ def repair_unit(store: Store, source: UnitSource, key: Key, index: int) -> None:
     store.holdings.repair(key, index, unit)
 
 
-def repair_parity(
-    store: Store, sources: Sources, group: int, position: int, go_on: Callable[[], None] = lambda: None
-) -> int:
+def repair_parity(store: Store, sources: Sources, key: ParityKey, go_on: Callable[[], None] = lambda: None) -> int:
     """Compute the parity of a position from the shards of its group, so that the group can lose another node. Returns
     the bytes fetched. Blocks. `go_on`: as for `recover`.
 
@@ -154,13 +152,14 @@ def repair_parity(
     """
     store.keep_layout(sources.layout)
     layout = sources.layout
+    group = layout.group_of(key.tag)
+    assert group is not None  # parity is lacking in this layout
     stripes = layout.stripes(group)
-    key = ParityKey(sources.snapshot, layout.tag(group), position)
-    units = [each for stripe in stripes.parity_stripes(position) for each in stripes.contributors(stripe)]
+    units = [each for stripe in stripes.parity_stripes(key.position) for each in stripes.contributors(stripe)]
     with fetcher_of(store, sources) as fetcher:
         try:
             with store.receiving.parity(key, layout, group) as gathering:
-                fetcher.all(_contributions(fetcher, gathering, group, position, go_on), len(units))
+                fetcher.all(_contributions(fetcher, gathering, group, go_on), len(units))
         except (Unrecoverable, DamagedSnapshot) as error:
             if fetcher.misses_somebody:
                 raise SmpUnavailable(f"not all SMPs that hold some of {sources.snapshot} answer: {error}") from error
@@ -170,12 +169,12 @@ def repair_parity(
 
 
 def _contributions(
-    fetcher: Fetcher, gathering: ParityGathering, group: int, position: int, go_on: Callable[[], None]
+    fetcher: Fetcher, gathering: ParityGathering, group: int, go_on: Callable[[], None]
 ) -> Iterator[WantedUnit]:
     """The data units that a node's parity is made of. Each is added to it as it comes."""
     layout = fetcher.sources.layout
     stripes, members = layout.stripes(group), layout.members(group)
-    for stripe in stripes.parity_stripes(position):
+    for stripe in stripes.parity_stripes(gathering.position):
         for _, contributor, piece in stripes.contributors(stripe):
             go_on()
             out = memoryview(bytearray(piece.length))

@@ -7,9 +7,8 @@ a lost one, or nodes form other groups because one is missing or leaves.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
+from typing import NamedTuple
 
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import parity_repairer
@@ -18,49 +17,24 @@ from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 
 
 class Stage(IntEnum):
-    """The order in which actions are carried out. Each needs what the earlier ones bring."""
+    """What is done to a key, in the order in which it is: each stage needs what the earlier ones bring."""
 
     MEND = 0
+    """Damaged units of what is held here are computed from the rest of their stripes."""
     SHARDS = 1
+    """A shard comes from the node that holds it, or is computed if none does."""
     PARITY = 2
+    """The parity of a position is computed from the shards of its group."""
     RELEASE = 3
+    """The parity of a group that is no more is freed."""
 
 
-@dataclass(frozen=True, slots=True)
-class MendUnits:
-    """Compute damaged units of what is held here from the rest of their stripes."""
+class Action(NamedTuple):
+    """What to do to `key`. `units`: the damaged ones."""
 
-    stage: ClassVar[Stage] = Stage.MEND
+    stage: Stage
     key: Key
-    units: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FetchShard:
-    """Get a shard from the node that holds it, or compute it if none does."""
-
-    stage: ClassVar[Stage] = Stage.SHARDS
-    coord: str
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeParity:
-    """Compute the parity of a position from the shards of its group."""
-
-    stage: ClassVar[Stage] = Stage.PARITY
-    group: int
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class FreeParity:
-    """Free the parity of a group that is no more."""
-
-    stage: ClassVar[Stage] = Stage.RELEASE
-    key: ParityKey
-
-
-Action = MendUnits | FetchShard | ComputeParity | FreeParity
+    units: tuple[int, ...] = ()
 
 
 def lacking(
@@ -81,20 +55,21 @@ def lacking(
     shards = {key.coord for key in held if isinstance(key, ShardKey)}
     present = elsewhere.shards if elsewhere is not None else {}
     parities = [
-        (group, position)
+        key
         for group in range(len(layout.groups))
         for position, member in enumerate(layout.members(group))
         if (member.name == node or (elsewhere is not None and parity_repairer(layout, group, position) in shards))
         and layout.has_parity(group, position)
-        and ParityKey(snapshot, layout.tag(group), position) not in held
+        and (key := ParityKey(snapshot, layout.tag(group), position)) not in held
         and (elsewhere is None or elsewhere.parity_holder(group, position) is None)
     ]
     own = [shard.coord for each in layout.nodes if each.name == node for shard in each.shards]
+    former = clutter((key for key in held if isinstance(key, ParityKey)), snapshot, layout)
     return [
-        *(MendUnits(key, tuple(units)) for key, units in held.items() if units),
-        *(FetchShard(coord) for coord in own if coord not in shards and coord not in present),
-        *(ComputeParity(group, position) for group, position in parities),
-        *(FreeParity(key) for key in clutter((key for key in held if isinstance(key, ParityKey)), snapshot, layout)),
+        *(Action(Stage.MEND, key, tuple(units)) for key, units in held.items() if units),
+        *(Action(Stage.SHARDS, ShardKey(snapshot, c)) for c in own if c not in shards and c not in present),
+        *(Action(Stage.PARITY, key) for key in parities),
+        *(Action(Stage.RELEASE, key) for key in former),
     ]
 
 

@@ -15,15 +15,7 @@ from functools import partial
 
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, repair_units
-from holdfast.smp_daemon.recovery.reconcile import (
-    Action,
-    ComputeParity,
-    FetchShard,
-    FreeParity,
-    MendUnits,
-    Stage,
-    lacking,
-)
+from holdfast.smp_daemon.recovery.reconcile import Action, Stage, lacking
 from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -41,7 +33,7 @@ from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.settings import REJOIN
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
 from holdfast.smp_daemon.shared.system import MACHINE, Network
-from holdfast.smp_daemon.storage.holdings import Key, ParityKey
+from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
 FIRST_S, MOST_S = 0.5, 5.0
@@ -127,7 +119,7 @@ class Reconciler:
             if (epoch, key) in self._parities:
                 return
             self._parities = {each: state for each, state in self._parities.items() if each[0] == epoch}
-            wish = Wish(str(key), epoch, partial(self._bring_parity, key, sources, group), key)
+            wish = Wish(str(key), epoch, partial(self._bring_parity, key, sources), key)
             self._post(wish, RepairState.UNDER_WAY)
         self._begin(wish)
 
@@ -195,9 +187,9 @@ class Reconciler:
                 self._parities[wish.epoch, wish.parity] = state
                 self._store.outcomes.board.post_repair(min(self._parities.values()))
 
-    def _bring_parity(self, key: ParityKey, sources: Sources, group: int, go_on: GoOn) -> bool:
+    def _bring_parity(self, key: ParityKey, sources: Sources, go_on: GoOn) -> bool:
         if not self._store.holdings.holds(key):  # the group may have sent its units meanwhile
-            self._carry_out(ComputeParity(group, key.position), sources, go_on)
+            self._carry_out(Action(Stage.PARITY, key), sources, go_on)
         return True
 
     def _rejoin(self, go_on: GoOn) -> bool:
@@ -322,7 +314,7 @@ class Reconciler:
         todo = lacking(layout, store.node, snapshot, held)
         for action in todo:
             if Stage.SHARDS <= action.stage < stage:
-                raise ProtocolError(f"{action} is yet to be done: nothing that depends on it is")
+                raise ProtocolError(f"{action.key} is yet to be brought here: nothing that depends on it is done")
         sources = phase.sources if stage is Stage.SHARDS else as_laid_out(snapshot, layout)
         for action in todo:
             if action.stage is stage:
@@ -338,21 +330,20 @@ class Reconciler:
     def _carry_out(self, action: Action, sources: Sources, go_on: GoOn) -> None:
         """Blocks while bytes travel, and holds no lock meanwhile. Raises as `go_on`, or as the action fails."""
         store, snapshot = self._store, sources.snapshot
-        match action:
-            case MendUnits(key, units):
-                repaired = repair_units(store, key, units)
+        match action.stage, action.key:
+            case Stage.MEND, key:
+                repaired = repair_units(store, key, action.units)
                 text, extra = "%s: %d of %d damaged units are repaired", about(snapshot, repaired=repaired)
-                log.warning(text, key, repaired, len(units), extra=extra)
-            case FetchShard(coord):
+                log.warning(text, key, repaired, len(action.units), extra=extra)
+            case Stage.SHARDS, ShardKey(coord=coord):
                 how = recover(store, sources, coord, self._method, go_on=go_on).how
                 if how != "held":
                     text, extra = "%s of %s was missing or damaged and was %s", about(snapshot, coord=coord)
                     log.warning(text, coord, snapshot, how, extra=extra)
-            case ComputeParity(group, position):
-                count = repair_parity(store, sources, group, position, go_on)
-                text, extra = "parity of position %d of %s is computed: %d bytes fetched", about(snapshot, bytes=count)
-                log.info(text, position, snapshot, count, extra=extra)
-            case FreeParity(key):
+            case Stage.PARITY, ParityKey() as key:
+                count = repair_parity(store, sources, key, go_on)
+                log.info("%s is computed: %d bytes fetched", key, count, extra=about(snapshot, bytes=count))
+            case Stage.RELEASE, key:
                 with store.changed:
                     go_on()  # with the lock: once a newer epoch has begun, nothing of it is dropped
                     store.holdings.drop(key)

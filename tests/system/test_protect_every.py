@@ -280,13 +280,13 @@ class Ordered:
         monkeypatch.setattr(reconciler, "repair_parity", self.work)
         monkeypatch.setattr(reconciler, "FIRST_S", 0.0)
 
-    def work(self, store: Any, sources: Any, group: int, position: int, go_on: Any) -> int:
+    def work(self, store: Any, sources: Any, key: ParityKey, go_on: Any) -> int:
         self.began += 1
         assert self.go.wait(DEADLINE_S)
         outcome = self.outcomes.pop(0)
         if outcome is not None:
             raise outcome
-        self.held.add(ParityKey(sources.snapshot, "tag", position))
+        self.held.add(key)
         return 7
 
     def order(self, position: int = 2) -> RepairState:

@@ -6,14 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.smp_daemon.recovery.reconcile import (
-    ComputeParity,
-    FetchShard,
-    FreeParity,
-    MendUnits,
-    clutter,
-    lacking,
-)
+from holdfast.smp_daemon.recovery.reconcile import Action, Stage, clutter, lacking
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
@@ -34,6 +27,14 @@ def nobody(layout: Layout) -> Sources:
     return Sources(SNAPSHOT, layout, {}, {})
 
 
+def fetch(coord: str) -> Action:
+    return Action(Stage.SHARDS, ShardKey(SNAPSHOT, coord))
+
+
+def compute(layout: Layout, group: int, position: int) -> Action:
+    return Action(Stage.PARITY, ParityKey(SNAPSHOT, layout.tag(group), position))
+
+
 def everything(layout: Layout, node: str) -> dict[Key, list[int]]:
     """What a node holds of a protected snapshot."""
     group, position = layout.place(node)
@@ -52,9 +53,10 @@ def test_a_node_with_its_part_lacks_nothing_and_one_with_nothing_lacks_just_that
         held = everything(layout, node.name)
         assert lacking(layout, node.name, SNAPSHOT, held) == []
         actions = lacking(layout, node.name, SNAPSHOT, {})
-        assert [action.coord for action in actions if isinstance(action, FetchShard)] == [s.coord for s in node.shards]
-        parities = [action for action in actions if isinstance(action, ComputeParity)]
-        assert parities == ([ComputeParity(*layout.place(node.name))] if parity else [])
+        assert actions == [
+            *(fetch(shard.coord) for shard in node.shards),
+            *([compute(layout, *layout.place(node.name))] if parity else []),
+        ]
         assert len(actions) == len(held)
 
 
@@ -62,7 +64,12 @@ def test_what_is_needed_for_more_comes_first_and_nothing_is_freed_before_all_is_
     layout, old = layout_of(4, 3, 1, per_node=2), layout_of(5, 3, 1, per_node=2)
     mine, former = ShardKey(SNAPSHOT, "dp0"), ParityKey(SNAPSHOT, old.tag(0), 0)
     actions = lacking(layout, "node0", SNAPSHOT, {former: [], mine: [7]})
-    assert actions == [MendUnits(mine, (7,)), FetchShard("dp1"), ComputeParity(0, 0), FreeParity(former)]
+    assert actions == [
+        Action(Stage.MEND, mine, (7,)),
+        fetch("dp1"),
+        compute(layout, 0, 0),
+        Action(Stage.RELEASE, former),
+    ]
     assert all(first.stage <= second.stage for first, second in pairwise(actions))
 
 
@@ -70,14 +77,14 @@ def test_what_another_node_holds_is_not_lacking_unless_the_layout_is_new() -> No
     layout = layout_of(4, 3, 1)
     elsewhere = Sources(SNAPSHOT, layout, {"dp1": ("10.0.0.9", 2)}, {0: {1: ("10.0.0.9", 2)}})
     assert lacking(layout, "node1", SNAPSHOT, {}, elsewhere) == []
-    assert lacking(layout, "node1", SNAPSHOT, {}) == [FetchShard("dp1"), ComputeParity(0, 1)]
-    assert lacking(layout, "node1", SNAPSHOT, {}, nobody(layout)) == [FetchShard("dp1"), ComputeParity(0, 1)]
+    assert lacking(layout, "node1", SNAPSHOT, {}) == [fetch("dp1"), compute(layout, 0, 1)]
+    assert lacking(layout, "node1", SNAPSHOT, {}, nobody(layout)) == [fetch("dp1"), compute(layout, 0, 1)]
 
 
 def test_who_took_over_a_lost_nodes_shard_lacks_its_parity_too_unless_the_layout_is_new() -> None:
     layout = layout_of(4, 3, 1)
     held = everything(layout, "node0") | {ShardKey(SNAPSHOT, "dp2"): []}
-    assert lacking(layout, "node0", SNAPSHOT, held, nobody(layout)) == [ComputeParity(0, 2)]
+    assert lacking(layout, "node0", SNAPSHOT, held, nobody(layout)) == [compute(layout, 0, 2)]
     assert lacking(layout, "node0", SNAPSHOT, held) == []
 
 

@@ -157,7 +157,7 @@ def _lost_parity_is_not_repaired() -> None:
     from holdfast.smp_daemon.recovery import reconciler
     from holdfast.smp_daemon.shared.failpoints import failpoint
 
-    def repair_parity(store: Any, sources: Any, group: int, position: int, go_on: Any) -> int:
+    def repair_parity(store: Any, sources: Any, key: Any, go_on: Any) -> int:
         failpoint("repair_parity.done", sources.snapshot.step)
         return 0
 
