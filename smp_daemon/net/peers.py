@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.errors import (
     SmpUnavailable,
 )
 from holdfast.smp_daemon.shared.handshake import Signer
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.plain import encode_json, from_plain, pack, unpack
 from holdfast.smp_daemon.shared.sources import Address
@@ -130,6 +130,7 @@ class PeerClient:
         """`credentials`: by default those of this process."""
         self._job = job
         self._credentials = network.credentials() if credentials is None else credentials
+        self._network = network
         self._grpc = network.grpc()
         token = self._credentials.token
         self._signer = Signer(token, job) if token else None
@@ -190,13 +191,14 @@ class PeerClient:
         request = messages.ParityDone(job=layout.job, epoch=epoch, snapshot=snapshot, tag=tag, position=position)
         for member in layout.members(group):
             if member.name != node:
-                name = member.name
-                self._tell(
-                    member.control,
-                    encode_json(messages.introduced(request)),
-                    lambda why, name=name: failed(f"node {name!r} could not be told: {why}"),  # type: ignore[misc]
-                    again=True,
-                )
+                told = (member, request, failed)
+                self._network.Thread(target=self._tell, args=told, name="tell", daemon=True).start()
+
+    def _tell(self, member: Node, request: messages.ParityDone, failed: Callable[[str], None]) -> None:
+        try:
+            self.ask(member.control, request, NOTIFY_DEADLINE_S, starting=True)
+        except HoldfastError as error:
+            failed(f"node {member.name!r} could not be told: {error}")
 
     def close(self) -> None:
         """Close every channel."""
@@ -220,28 +222,6 @@ class PeerClient:
         if not signer.is_genuine(sign, value(call.trailing_metadata(), REPLY_KEY), reply):
             raise Refused(f"what answers at {_text(address)}", Refusal.TOKEN)
         return checked_reply(_read(reply))
-
-    def _tell(self, address: Address, body: bytes, failed: Callable[[str], None], *, again: bool) -> None:
-        signer, signed = self._signer, {}
-        if signer is not None:
-            signed = {"metadata": ((CALL_KEY, signer.sign(_text(address), METHOD, body)),)}
-
-        def done(call: Any) -> None:
-            if call.cancelled():
-                return
-            error = call.exception()
-            if error is None:
-                try:
-                    checked_reply(_read(call.result()))
-                except HoldfastError as refusal:
-                    failed(str(refusal))
-            elif again and signer is not None and learn(signer, _text(address), error):
-                self._tell(address, body, failed, again=False)
-            else:
-                failed(str(error.details() if isinstance(error, grpc.Call) else error))
-
-        call = self._method(address).future(body, timeout=NOTIFY_DEADLINE_S, wait_for_ready=True, **signed)
-        call.add_done_callback(done)
 
     def _method(self, address: Address) -> Any:
         with self._lock:

@@ -118,8 +118,6 @@ class _Call:
         self._ended = Event()
         self._reply: bytes | None = None
         self._error: SimRpcError | None = None
-        self._cancelled = False
-        self._callbacks: list[Callable[[Any], None]] = []
 
     def begin(self, timeout: float, wait_for_ready: bool) -> None:
         self._wait_for_ready = wait_for_ready
@@ -131,18 +129,6 @@ class _Call:
             net.counts["repeated call"] += 1
             self._send_after(net.random.random() * 0.05)
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        if self._ended.is_set():
-            self._tell(callback)
-        else:
-            self._callbacks.append(callback)
-
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    def exception(self) -> SimRpcError | None:
-        return self._error
-
     def result(self) -> Any:
         self._ended.wait()
         if self._error is not None:
@@ -152,7 +138,6 @@ class _Call:
 
     def cancel(self) -> None:
         """End the call because its channel is closed."""
-        self._cancelled = True
         self.finish(None, SimRpcError(grpc.StatusCode.CANCELLED, "the channel is closed"))
 
     def replied(self, reply: bytes, error: SimRpcError | None) -> None:
@@ -171,13 +156,6 @@ class _Call:
         self._reply, self._error = reply, error
         self._ended.set()
         self._channel.calls.pop(id(self), None)
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            self._tell(callback)
-
-    def _tell(self, callback: Callable[[Any], None]) -> None:
-        if self._process.alive and not self._scheduler.unwinding:
-            self._scheduler.spawn(self._process, "grpc", lambda: callback(self))
 
     def _send_after(self, delay_s: float) -> None:
         self._scheduler.at(self._scheduler.now + delay_s, self._deliver)
