@@ -179,7 +179,7 @@ class TrainerConversation:
         return messages.SlotFiles(slots=self._store.slots(request.epoch, request.coord))
 
     def _seal(self, request: messages.Seal) -> None:
-        self._store.sealing.seal(request)
+        self._store.seal(request)
         self._smp.next_s, self._smp.spent = request.next_s, request.spent
         self._smp.watchdog.note_own(request.coord, request.spent.own)
 

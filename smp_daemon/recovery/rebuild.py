@@ -82,7 +82,7 @@ def hold_shard(
                 raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
         return _recovered(store, key, "repaired" if damaged else "held", source.bytes_received)
     store.keep_layout(source.layout)
-    with store.receiving_shard(key, source.layout) as view:
+    with store.receiving.shard(key, source.layout, partial(store.check_slot, key, source.layout)) as view:
         count = -(-view.nbytes // source.layout.unit_bytes)
 
         def moved() -> None:

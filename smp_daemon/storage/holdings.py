@@ -96,7 +96,7 @@ class Holdings:
         self._episodes = Episodes(log)
 
     def look(self) -> None:
-        """Forget the shards whose slots their trainers have taken, and what was in files that are gone."""
+        """Forget what slots held that their trainers have taken, that are released, or whose files are gone."""
         with self._lock:
             for pool in self.arena.pools():
                 self._look(pool)
@@ -317,12 +317,6 @@ class Holdings:
                 pool.discard(slot)
                 failpoint("drop.done", key.snapshot.step)
             self._forget(key)
-
-    def keep_only(self, stays: Callable[[Key], bool]) -> None:
-        """Forget the records whose slots the arena has released: those for which `stays` is False."""
-        with self._lock:
-            for key in [key for key in self._records if not stays(key)]:
-                self._forget(key)
 
     # ------------------------------------------------------------------ committing
 

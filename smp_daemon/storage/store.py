@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import REFUSED, Board
@@ -95,10 +94,11 @@ class Store:
         )
         self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
-            self.receiving, node, self.state, on_parity, lambda snapshot: self.sealing.post_if_protected(snapshot)
+            self.receiving, node, self.state, on_parity, lambda snapshot: self.post_if_protected(snapshot)
         )
         self.held: set[SnapshotId] = set()
-        self.sealing = Sealing(self, on_sealed)
+        self._on_sealed = on_sealed
+        self._checked_headers: dict[str, tuple[int, bytes]] = {}
         self._on_epoch = on_epoch
         self._spare = spare
         with self.changed:  # the reserver's thread may begin before all is adopted
@@ -188,6 +188,116 @@ class Store:
 
     # ------------------------------------------------------------------ from seal to outcome
 
+    def seal(self, request: Seal) -> None:
+        """Free older snapshots that are not to be kept; check what the trainer has written, and commit it. Without
+        digests blocks for about one read of the bytes. Those of the writer are compared with the bytes when these are
+        first sent, restored or scrubbed.
+
+        Raises:
+            StaleEpoch: the slot was taken away, by a newer epoch for example.
+            ProtocolError: header, stamp or the number of digests do not fit.
+            ArenaTooSmall: a record cannot be written. After this or any other error the slot is free again.
+        """
+        snapshot, coord, keep = request.snapshot, request.coord, request.keep
+        key = ShardKey(snapshot, coord)
+        with self.changed:
+            layout = self.state.configured(snapshot.epoch)
+            layout.shard_bytes(coord)  # raises if the job has no such shard
+            if request.protected is not None and request.protected not in keep:
+                raise ProtocolError(f"{request.protected} is protected and must be kept")
+            pool = self.arena.shard_pool(coord)
+            self.holdings.look()
+            slot = pool.hand_over(request.slot, request.taken, snapshot)
+            self.outcomes.expect(snapshot)
+            try:
+                view = pool.view(slot)
+                self.state.note_protected(request.protected)
+                self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
+                failpoint("seal.released", snapshot.step)
+                for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
+                    pool.remove(other)
+                    self.reserver.make_good()
+                self.holdings.drop(key)  # if it was received before its trainer came to write it
+            except Exception as error:  # a full file system, for example: a later snapshot is to find the slot free
+                pool.discard(slot)
+                self.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
+                raise
+        failpoint("seal.before", snapshot.step)
+        try:
+            self.check_slot(key, layout, view)
+            if request.digests and len(request.digests) != (count := -(-slot.bytes // layout.unit_bytes)):
+                raise ProtocolError(f"{len(request.digests)} digests for {coord}, which has {count} units")
+            found = request.digests or digest_units(view, layout.unit_bytes)
+            commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
+            failpoint("seal.digested", snapshot.step)
+            with self.changed:
+                if not pool.is_at(slot, view) or slot.snapshot != snapshot:
+                    raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
+                self.holdings.commit(pool, slot, commit)
+                self.outcomes.note_sealed(snapshot, coord)
+                whole = self._is_sealed(snapshot, layout)
+        except Exception as error:
+            with self.changed:
+                if pool.is_at(slot, view) and slot.snapshot == snapshot:
+                    pool.discard(slot)
+            self.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
+            raise
+        failpoint("seal.committed", snapshot.step)
+        if whole:
+            failpoint("seal.done", snapshot.step)
+            group, _ = layout.place(self.node)
+            self._on_sealed(snapshot, request.encode and layout.protects(group))
+            if request.encode:
+                self.post_if_protected(snapshot)
+
+    def check_slot(self, key: ShardKey, layout: Layout, view: memoryview) -> None:
+        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
+        length = 8 + int.from_bytes(view[:8], "little")
+        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
+        checked = (layout.epoch, unstamped)
+        if self._checked_headers.get(key.coord) != checked:
+            believe_slot(view, Claim.of_shard(*key, layout))
+            self._checked_headers[key.coord] = checked
+        elif read_stamp(view) != key.snapshot:
+            raise NotOurs(f"{key.coord} is stamped {read_stamp(view)}, not {key.snapshot}")
+
+    def post_if_protected(self, snapshot: SnapshotId) -> None:
+        """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
+        committed."""
+        with self.changed:
+            layout = self.state.layout
+            if layout is None or not self.outcomes.is_wanted(snapshot):
+                return
+            group, _ = layout.place(self.node)
+            everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
+            done = self.codings.is_done(Coding(snapshot, layout.tag(group)), everyone)
+            if done and self._is_sealed(snapshot, layout):
+                self.outcomes.protect(snapshot)
+
+    def _is_sealed(self, snapshot: SnapshotId, layout: Layout) -> bool:
+        return self.outcomes.is_sealed(snapshot, [shard.coord for shard in layout.node(self.node).shards])
+
+    def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
+        parities = set(keep) & set(with_parity)
+        self.holdings.look()
+        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
+        self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
+        self.arena.release(keep, before, self.held, parities)
+        self.reserver.make_good()
+        self.holdings.look()
+        self.changed.notify_all()
+
+    def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
+        """Stop making and repairing parity of these snapshots; those that are pending fail. Their sealed shards
+        stay."""
+        self.codings.forget(given_up)
+        self.outcomes.give_up(given_up)
+
+    def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
+        """Stop all work for snapshots for which `gone` is True: they are given up."""
+        self.codings.forget(gone)
+        self.outcomes.forget(gone)
+
     def place(self, coord: str, near: int | None) -> None:
         """Allocate future slots for `coord` on NUMA node `near`; None: on any."""
         with self.changed:
@@ -226,12 +336,6 @@ class Store:
             self._never_acknowledged.discard(snapshot)
 
     # ------------------------------------------------------------------ bytes from elsewhere
-
-    def receiving_shard(self, key: ShardKey, layout: Layout) -> AbstractContextManager[memoryview]:
-        """See `Receiving.shard`."""
-        return self.receiving.shard(
-            key, layout, lambda view: self.sealing.check_slot(view, key.snapshot, key.coord, layout)
-        )
 
     def keep_layout(self, layout: Layout) -> None:
         """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
@@ -292,7 +396,7 @@ class Store:
     def retire(self) -> None:
         """Remove everything, because the job is over. Later calls that name an epoch fail with `StaleEpoch`."""
         with self.changed:
-            self.sealing.forget(lambda snapshot: True)
+            self._forget(lambda snapshot: True)
             self.state.epoch = sys.maxsize
             self.arena.empty()
             self.changed.notify_all()
@@ -342,133 +446,3 @@ class Store:
             except ArenaTooSmall as error:  # go on: other nodes need the shards and parity that are held here
                 self.reserver.give_up(str(error))
         self._post_ready()
-
-
-class Sealing:
-    """The shards that this node's trainers hand over. Thread-safe."""
-
-    def __init__(self, store: Store, on_sealed: Callable[[SnapshotId, bool], None]) -> None:
-        """`on_sealed`: see `Store`."""
-        self._store = store
-        self._on_sealed = on_sealed
-        self._checked_headers: dict[str, tuple[int, bytes]] = {}
-
-    def seal(self, request: Seal) -> None:
-        """Free older snapshots that are not to be kept; check what the trainer has written, and commit it. Without
-        digests blocks for about one read of the bytes. Those of the writer are compared with the bytes when these are
-        first sent, restored or scrubbed.
-
-        Raises:
-            StaleEpoch: the slot was taken away, by a newer epoch for example.
-            ProtocolError: header, stamp or the number of digests do not fit.
-            ArenaTooSmall: a record cannot be written. After this or any other error the slot is free again.
-        """
-        store = self._store
-        snapshot, coord, keep = request.snapshot, request.coord, request.keep
-        with store.changed:
-            layout = store.state.configured(snapshot.epoch)
-            layout.shard_bytes(coord)  # raises if the job has no such shard
-            if request.protected is not None and request.protected not in keep:
-                raise ProtocolError(f"{request.protected} is protected and must be kept")
-            pool = store.arena.shard_pool(coord)
-            store.holdings.look()
-            slot = pool.hand_over(request.slot, request.taken, snapshot)
-            store.outcomes.expect(snapshot)
-            try:
-                view = pool.view(slot)
-                store.state.note_protected(request.protected)
-                self._release(keep, keep if request.with_parity is None else request.with_parity, snapshot)
-                failpoint("seal.released", snapshot.step)
-                for other in [s for s in pool.slots if s.state is SlotState.RECEIVING and s.snapshot not in keep]:
-                    pool.remove(other)
-                    store.reserver.make_good()
-                store.holdings.drop(ShardKey(snapshot, coord))  # if it was received before its trainer came to write it
-            except Exception as error:  # a full file system, for example: a later snapshot is to find the slot free
-                pool.discard(slot)
-                store.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
-                raise
-        failpoint("seal.before", snapshot.step)
-        try:
-            self.check_slot(view, snapshot, coord, layout)
-            if request.digests and len(request.digests) != (count := -(-slot.bytes // layout.unit_bytes)):
-                raise ProtocolError(f"{len(request.digests)} digests for {coord}, which has {count} units")
-            found = request.digests or digest_units(view, layout.unit_bytes)
-            commit = Commit.of(ShardRecord(snapshot, coord, slot.bytes, layout.unit_bytes, found, run=layout.run.id))
-            failpoint("seal.digested", snapshot.step)
-            with store.changed:
-                if not pool.is_at(slot, view) or slot.snapshot != snapshot:
-                    raise StaleEpoch(f"the slot of {coord} was taken away while {snapshot} was sealed")
-                store.holdings.commit(pool, slot, commit)
-                store.outcomes.note_sealed(snapshot, coord)
-                whole = self._is_sealed(snapshot, layout)
-        except Exception as error:
-            with store.changed:
-                if pool.is_at(slot, view) and slot.snapshot == snapshot:
-                    pool.discard(slot)
-            store.outcomes.fail(snapshot, f"{coord} is not sealed: {error}")
-            raise
-        failpoint("seal.committed", snapshot.step)
-        if whole:
-            failpoint("seal.done", snapshot.step)
-            group, _ = layout.place(store.node)
-            self._on_sealed(snapshot, request.encode and layout.protects(group))
-            if request.encode:
-                self.post_if_protected(snapshot)
-
-    def check_slot(self, view: memoryview, snapshot: SnapshotId, coord: str, layout: Layout) -> None:
-        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
-        length = 8 + int.from_bytes(view[:8], "little")
-        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
-        checked = (layout.epoch, unstamped)
-        if self._checked_headers.get(coord) != checked:
-            believe_slot(view, Claim.of_shard(snapshot, coord, layout))
-            self._checked_headers[coord] = checked
-        elif read_stamp(view) != snapshot:
-            raise NotOurs(f"{coord} is stamped {read_stamp(view)}, not {snapshot}")
-
-    def post_if_protected(self, snapshot: SnapshotId) -> None:
-        """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
-        committed."""
-        store = self._store
-        with store.changed:
-            layout = store.state.layout
-            if layout is None or not store.outcomes.is_wanted(snapshot):
-                return
-            group, _ = layout.place(store.node)
-            everyone = set(range(len(layout.groups[group]))) if layout.protects(group) else set()
-            done = store.codings.is_done(Coding(snapshot, layout.tag(group)), everyone)
-            if done and self._is_sealed(snapshot, layout):
-                store.outcomes.protect(snapshot)
-
-    def _is_sealed(self, snapshot: SnapshotId, layout: Layout) -> bool:
-        store = self._store
-        return store.outcomes.is_sealed(snapshot, [shard.coord for shard in layout.node(store.node).shards])
-
-    def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
-        store = self._store
-        parities = set(keep) & set(with_parity)
-
-        def stays(key: Key) -> bool:
-            wanted = {*keep, *store.held} if isinstance(key, ShardKey) else parities
-            return key.snapshot in wanted or key.snapshot >= before
-
-        store.holdings.look()
-        self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
-        self.forget(lambda snapshot: snapshot not in keep and snapshot < before)
-        store.arena.release(keep, before, store.held, parities)
-        store.reserver.make_good()
-        store.holdings.keep_only(stays)
-        store.changed.notify_all()
-
-    def _leave_unprotected(self, given_up: Callable[[SnapshotId], bool]) -> None:
-        """Stop making and repairing parity of these snapshots; those that are pending fail. Their sealed shards
-        stay."""
-        store = self._store
-        store.codings.forget(given_up)
-        store.outcomes.give_up(given_up)
-
-    def forget(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop all work for snapshots for which `gone` is True: they are given up."""
-        store = self._store
-        store.codings.forget(gone)
-        store.outcomes.forget(gone)

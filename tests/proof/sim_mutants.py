@@ -43,7 +43,7 @@ from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
-from holdfast.smp_daemon.storage.store import Sealing, Store
+from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.connect import start_here
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import Witness
@@ -252,8 +252,8 @@ def _end_late(protecting: Protecting) -> None:
 _accumulate = ParityGathering.accumulate
 _after = Ledger.after
 _commit = SlotPool.commit
-_settle = Sealing.post_if_protected
-_seal = Sealing.seal
+_settle = Store.post_if_protected
+_seal = Store.seal
 _complete = UnitDigests.complete
 _fill = Copier._fill
 _one_node_behind = one_node_behind(vars(restore)["exchange"])
@@ -286,13 +286,13 @@ def _ignore_keep(self: SlotPool, keep: Any, before: Any) -> list[Any]:
     return [s for s in self.slots if s.state is SlotState.SEALED and s.snapshot is not None and s.snapshot < before]
 
 
-def _settle_at_once(self: Sealing, snapshot: Any) -> None:
-    with self._store.changed:
-        progress = self._store.outcomes._progress.get(snapshot)
+def _settle_at_once(self: Store, snapshot: Any) -> None:
+    with self.changed:
+        progress = self.outcomes._progress.get(snapshot)
         if progress is not None and progress.outcome is SnapshotOutcome.PENDING:
             progress.outcome = SnapshotOutcome.PROTECTED
-            self._store.outcomes.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
-            self._store.changed.notify_all()
+            self.outcomes.board.post(snapshot.step, SnapshotOutcome.PROTECTED)
+            self.changed.notify_all()
 
 
 def _forget_the_older(slots: int, snapshot: Any, protected: Any, **more: Any) -> Ledger:
@@ -315,7 +315,7 @@ def _promised_only(inventories: Any, coords: Any, without: Any, choice: Any, *mo
     return plan_restore(inventories, coords, {*without, *younger}, choice, *more)
 
 
-def _seal_and_encode(self: Sealing, request: Seal) -> None:
+def _seal_and_encode(self: Store, request: Seal) -> None:
     _seal(self, msgspec.structs.replace(request, encode=True))
 
 
@@ -330,12 +330,12 @@ def _accumulate_badly(self: ParityGathering, stripe: int, position: int, unit: m
         unit[:] = bytes([unit[0] ^ 1])
 
 
-def _settle_and_spoil(self: Sealing, snapshot: SnapshotId) -> None:
+def _settle_and_spoil(self: Store, snapshot: SnapshotId) -> None:
     _settle(self, snapshot)
-    with self._store.changed:
-        progress = self._store.outcomes._progress.get(snapshot)
+    with self.changed:
+        progress = self.outcomes._progress.get(snapshot)
         if progress is not None and progress.outcome is SnapshotOutcome.PROTECTED:
-            for pool in self._store.arena.shards.values():
+            for pool in self.arena.shards.values():
                 if slot := pool.find(snapshot, SlotState.SEALED):
                     view = pool.view(slot)
                     at = 8 + int.from_bytes(view[:8], "little")
@@ -648,11 +648,11 @@ MUTANTS: dict[str, SimMutant] = {
     "all-encoded": SimMutant(
         "what is only to be sealed is encoded, too",
         "unasked",
-        ((Sealing, "seal", _seal_and_encode), (Sealing, "_leave_unprotected", _never)),
+        ((Store, "seal", _seal_and_encode), (Store, "_leave_unprotected", _never)),
         _one_of_many,
     ),
     "sealed-is-protected": SimMutant(
-        "what is sealed counts as protected", "recoverable", ((Sealing, "post_if_protected", _settle_at_once),), _lost
+        "what is sealed counts as protected", "recoverable", ((Store, "post_if_protected", _settle_at_once),), _lost
     ),
     "old-writers": SimMutant(
         "who writes for an earlier epoch is let in, and believed",
@@ -660,7 +660,7 @@ MUTANTS: dict[str, SimMutant] = {
         (
             (JobState, "check_epoch", _never),
             (Arena, "fence", _fence_nobody),
-            (Sealing, "check_slot", _never),
+            (Store, "check_slot", _never),
             (Holdings, "_believe", _never),
         ),
         _zombies,
@@ -724,7 +724,7 @@ MUTANTS: dict[str, SimMutant] = {
         _killed,
     ),
     "spoilt-in-its-slot": SimMutant(
-        "what is protected is written to once more", "whole", ((Sealing, "post_if_protected", _settle_and_spoil),)
+        "what is protected is written to once more", "whole", ((Store, "post_if_protected", _settle_and_spoil),)
     ),
     "spoilt-copy": SimMutant("a copy is off by a bit", "sealed", ((Copier, "_fill", _fill_badly),)),
     "digests-of-other-bytes": SimMutant(

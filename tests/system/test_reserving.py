@@ -551,7 +551,7 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     owners = Owners(store.arena.path, 1)
     [slot] = [slot for slot in pool.slots if owners.change(pool.path(slot).name, FREE, taken(1))]
     with pytest.raises(ProtocolError):  # nothing was written
-        store.sealing.seal(Seal(snapshot=SnapshotId(1, 6), coord="dp0", slot=pool.path(slot).name, taken=1, keep=()))
+        store.seal(Seal(snapshot=SnapshotId(1, 6), coord="dp0", slot=pool.path(slot).name, taken=1, keep=()))
     assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.MAKING]
     late[:] = b"x" * PAGE
     go_on.set()

@@ -116,7 +116,7 @@ call is short however much a node holds, or do it without the lock."""
 
 TAKERS = {
     *(
-        "storage.store.Sealing.seal",
+        "storage.store.Store.seal",
         "storage.store.Store.join",
         "storage.store.Store.retire",
     ),

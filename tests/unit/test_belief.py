@@ -79,7 +79,7 @@ def test_the_table_names_readers_only() -> None:
 def test_readers_are_found() -> None:
     stored = "smp_daemon.persist.reading.StoredShards._record"
     assert {"smp_daemon.storage.holdings.Holdings.open", stored} <= FOUND.keys()
-    seal = "smp_daemon.storage.store.Sealing.seal"
+    seal = "smp_daemon.storage.store.Store.seal"
     assert seal in FOUND
     [removed] = ast.parse("def seal(self, slot):\n    return self.pool.view(slot)").body
     assert not set.union(*called(removed)) & ASKS, "a reader that does not ask would fail here"

@@ -74,7 +74,7 @@ class Life:
         assert owners.change(file, owner, taken(1))
         pool.view(next(slot for slot in pool.slots if pool.path(slot).name == file))[:] = content_of(snapshot)
         newest = max(keep, default=None)
-        self.store.sealing.seal(
+        self.store.seal(
             Seal(snapshot=snapshot, coord="dp0", slot=file, taken=1, keep=keep, protected=newest, digests=digests)
         )
 

@@ -181,10 +181,10 @@ def _a_drained_node_goes_too_early() -> None:
 
 
 def _the_protected_slot_is_freed() -> None:
-    from holdfast.smp_daemon.storage.store import Sealing
+    from holdfast.smp_daemon.storage.store import Store
 
-    release = Sealing._release
-    _replace(Sealing, "_release", lambda self, keep, parities, before: release(self, (), (), before))
+    release = Store._release
+    _replace(Store, "_release", lambda self, keep, parities, before: release(self, (), (), before))
 
 
 def _parity_of_nothing() -> None:
@@ -231,25 +231,25 @@ def _one_node_is_behind() -> None:
 def _protected_slots_are_written_to() -> None:
     from holdfast.smp_daemon.shared.board import SnapshotOutcome
     from holdfast.smp_daemon.storage.pool import SlotState
-    from holdfast.smp_daemon.storage.store import Sealing
+    from holdfast.smp_daemon.storage.store import Store
 
-    settle = Sealing.post_if_protected
+    settle = Store.post_if_protected
     spoilt: set[Any] = set()
 
-    def spoil(self: Sealing, snapshot: Any) -> None:
+    def spoil(self: Store, snapshot: Any) -> None:
         settle(self, snapshot)
-        progress = self._store.outcomes._progress.get(snapshot)
+        progress = self.outcomes._progress.get(snapshot)
         is_protected = progress is not None and progress.outcome is SnapshotOutcome.PROTECTED
-        if not self._store.node.endswith("1") or not is_protected or snapshot in spoilt:
+        if not self.node.endswith("1") or not is_protected or snapshot in spoilt:
             return
         spoilt.add(snapshot)
-        for pool in self._store.arena.shards.values():
+        for pool in self.arena.shards.values():
             if slot := pool.find(snapshot, SlotState.SEALED):
                 view = pool.view(slot)
                 middle = view.nbytes // 2
                 view[middle : middle + 1] = bytes([view[middle] ^ 1])
 
-    _replace(Sealing, "post_if_protected", spoil)
+    _replace(Store, "post_if_protected", spoil)
 
 
 def _storage_is_not_looked_at() -> None:
