@@ -7,10 +7,11 @@ and `recovery.reconciler` repairs them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.rebuild import repair_units
-from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import HoldfastError, NotHeld, NotOurs, ProtocolError
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
@@ -82,7 +83,8 @@ def verify_adopted(store: Store, pace: Callable[[int], None]) -> None:
     """
     count = store.holdings.unverified_bytes
     for key in store.holdings.unverified():
-        store.holdings.verify(key, pace)
+        with suppress(NotHeld, NotOurs):  # it was released meanwhile
+            store.holdings.damaged_units(key, pace, unread=True)
     if count:
         log.info("what the last SMP left is verified: %d bytes", count, extra=about(bytes=count))
 

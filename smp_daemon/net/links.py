@@ -21,7 +21,6 @@ class Links:
     A broken connection is dropped, and the next `send` opens a new one.
 
     Attributes:
-        bytes_received: number of raw bytes that came with replies.
         digest: xxh3-64 of the raw bytes of the last reply that had any.
     """
 
@@ -45,7 +44,6 @@ class Links:
         self._source = source
         self._patience = patience
         self._streams: dict[Address, SocketStream] = {}
-        self.bytes_received = 0
         self.digest = 0
 
     def __enter__(self) -> Self:
@@ -109,7 +107,6 @@ class Links:
                 self.drop(address)
                 raise
             self._counters.add(bytes_received=payload)
-            self.bytes_received += payload
         return reply
 
     def call(self, address: Address, message: PeerRequest, out: memoryview | None = None) -> Message:

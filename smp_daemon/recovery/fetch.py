@@ -92,21 +92,15 @@ def key_of(snapshot: SnapshotId, what: messages.ShardUnit | messages.ParityUnit)
     return ParityKey(snapshot, what.tag, what.position)
 
 
-def place_of(layout: Layout, coord: str, index: int) -> StripePlace:
-    """The place of unit `index` of a shard. Raises `Unrecoverable` if its group has no parity."""
-    located = layout.locate(coord)
-    if not layout.protects(located.group):
-        raise Unrecoverable(f"{coord} is lost and its group {located.group} has no parity")
-    stripes = layout.stripes(located.group)
-    stripe = stripes.stripe_of(located.position, stripes.first_unit(located.position, located.segment) + index)
-    return StripePlace(located.group, stripe, stripes.data_positions(stripe).index(located.position))
-
-
-def place_of_key(layout: Layout, key: Key, index: int) -> StripePlace:
-    """The place in its stripe of unit `index` of a shard or a parity. Raises `Unrecoverable` if it belongs to no stripe
-    of this layout."""
+def place_of(layout: Layout, key: Key, index: int) -> StripePlace:
+    """The place of unit `index` of a shard or a parity. Raises `Unrecoverable` if it belongs to no stripe."""
     if isinstance(key, ShardKey):
-        return place_of(layout, key.coord, index)
+        located = layout.locate(key.coord)
+        if not layout.protects(located.group):
+            raise Unrecoverable(f"{key.coord} is lost and its group {located.group} has no parity")
+        stripes = layout.stripes(located.group)
+        stripe = stripes.stripe_of(located.position, stripes.first_unit(located.position, located.segment) + index)
+        return StripePlace(located.group, stripe, stripes.data_positions(stripe).index(located.position))
     group = layout.group_of(key.tag)
     if group is None:
         raise Unrecoverable(f"{key} belongs to no group of this layout")
@@ -392,13 +386,13 @@ class Fetcher(UnitSource):
 
     def shard_unit(self, coord: str, index: int, out: memoryview) -> WantedUnit:
         try:
-            place = place_of(self.layout, coord, index)
+            place = place_of(self.layout, ShardKey(self.snapshot, coord), index)
         except Unrecoverable:  # it has no parity: only its holder has it
             place = None
         return WantedUnit(coord, index, out, self.sources.holders(coord), messages.ShardUnit(coord, index), place)
 
     def lost_unit(self, key: Key, index: int, out: memoryview, expected: int) -> WantedUnit:
-        return WantedUnit(str(key), index, out, place=place_of_key(self.layout, key, index), expected=expected)
+        return WantedUnit(str(key), index, out, place=place_of(self.layout, key, index), expected=expected)
 
     # ------------------------------------------------------------------ one unit
 
@@ -496,7 +490,7 @@ class Fetcher(UnitSource):
         with self.changed:
             if self._buffers:
                 return self._buffers.pop()
-        return memoryview(bytearray(self.sources.layout.unit_bytes))
+        return memoryview(bytearray(self.layout.unit_bytes))
 
     def _why_not(self, unit: WantedUnit, computation: Computation | None) -> HoldfastError:
         """The error that says why a unit cannot be got."""
@@ -504,7 +498,7 @@ class Fetcher(UnitSource):
             if computation is not None:
                 computation.finish(memoryview(bytearray(unit.out.nbytes)), unit.expected)
             else:
-                place_of(self.sources.layout, unit.name, unit.index)
+                place_of(self.layout, ShardKey(self.snapshot, unit.name), unit.index)
         except HoldfastError as error:
             return error
         return Unrecoverable(f"no SMP gives unit {unit.index} of {unit.name}")
@@ -536,7 +530,7 @@ class Fetcher(UnitSource):
     def _connect(self, asked: _Asked, number: int) -> Address:
         """Connect to the SMP that is asked. Returns the address used: each may be of another network card, so requests
         use them in turn."""
-        layout = self.sources.layout
+        layout = self.layout
         addresses = layout.ways_to(asked.way.through[0])
         first = number % len(addresses)
         problem: HoldfastError | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,8 @@ from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     HoldfastError,
+    NotHeld,
+    NotOurs,
     ProtocolError,
     StaleEpoch,
     Unrecoverable,
@@ -200,7 +203,8 @@ class Reconciler:
         whole = self._bring_back(snapshots, go_on)  # first what is missing, which is known without reading
         for key in store.holdings.unverified():
             if key.snapshot in snapshots:
-                store.holdings.verify(key, lambda count: go_on())
+                with suppress(NotHeld, NotOurs):  # it was released meanwhile
+                    store.holdings.damaged_units(key, lambda count: go_on(), unread=True)
         if not (whole and self._bring_back(snapshots, go_on)):
             return False
         failpoint("rejoin.done")

@@ -6,7 +6,7 @@ repaired in place with bytes that match.
 What a predecessor left is held as soon as its records are read, and its bytes are *unverified* until somebody has
 compared them with their digests. Nothing is handed out unread: whoever wants a unit reads it first (`checked_unit`), or
 compares it with the digest that comes with it. So an unverified unit is as good as any other for a plan, which never
-declares lost what merely nobody has read yet. `verify` reads the rest.
+declares lost what merely nobody has read yet. `damaged_units` reads the rest.
 
 Every public method is thread-safe; `lock` is the store's own.
 """
@@ -200,46 +200,31 @@ class Holdings:
             self._note_verified(key, index, record)
         return unit, record
 
-    def damaged_units(self, key: Key, pace: Callable[[int], None] = lambda count: None) -> list[int]:
+    def damaged_units(
+        self, key: Key, pace: Callable[[int], None] = lambda count: None, *, unread: bool = False
+    ) -> list[int]:
         """Read and check all units; return those that do not match their digests. Blocks for about one read of the
         bytes.
 
         Args:
             pace: called with the length of each unit in bytes before it is read. What it raises is raised.
+            unread: only those that a predecessor left and that nobody has read since.
+
+        Raises:
+            NotHeld: it was released meanwhile.
         """
+        if unread:
+            failpoint("adopt.verify", key.snapshot.step)
         _, record = self.open(key)
         damaged = []
         for index in range(len(record.digests)):
-            if length := record.unit(index)[1]:
+            if (length := record.unit(index)[1]) and (not unread or index in self._unverified.get(key, ())):
                 pace(length)
                 try:
                     self.checked_unit(key, index)
                 except DamagedSnapshot:
                     damaged.append(index)
         return damaged
-
-    def verify(self, key: Key, pace: Callable[[int], None]) -> None:
-        """Read the units of `key` that a predecessor left and that nobody has read since; note those that are damaged.
-        Blocks for about one read of them.
-
-        Args:
-            pace: called with the length of each unit in bytes before it is read. What it raises is raised.
-        """
-        failpoint("adopt.verify", key.snapshot.step)
-        with self._lock:
-            left = sorted(self._unverified.get(key, ()))
-        for index in left:
-            with self._lock:
-                if index not in self._unverified.get(key, ()):
-                    continue  # somebody has read it meanwhile
-                length = self._records[key].unit(index)[1]
-            pace(length)
-            try:
-                self.checked_unit(key, index)
-            except DamagedSnapshot:
-                pass  # it is noted
-            except ProtocolError:
-                return  # it was released meanwhile
 
     def unverified(self) -> list[Key]:
         """What a predecessor left and nobody has read completely since, in order of need: the newest first, and shards
@@ -352,7 +337,7 @@ class Holdings:
         slot.snapshot = record.snapshot
         slot.state = SlotState.SEALED
         self._records[key] = record
-        self._unverified[key] = set(range(len(record.digests)))
+        self._unverified[key] = {index for index in range(len(record.digests)) if record.unit(index)[1]}
         self.unverified_bytes += _bytes_of(record)
         failpoint("adopt.slot", key.snapshot.step)
 
