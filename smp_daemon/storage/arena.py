@@ -20,19 +20,15 @@ names it, and the SMP goes on with what is left.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import stat
-import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.smp_daemon.shared.budget import Budget, pages, wipe_file
+from holdfast.smp_daemon.shared.budget import Budget, pages
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
@@ -43,7 +39,7 @@ from holdfast.smp_daemon.shared.paths import ARENA_ENV, BEGUN, GONE, OURS, SOCKE
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import PART, read_json, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState, room, too_small
+from holdfast.smp_daemon.storage.pool import Deleted, Slot, SlotPool, SlotState, room, too_small
 
 SHARD_SUFFIX = "safetensors"
 PARITY_SUFFIX = "parity"
@@ -86,25 +82,20 @@ class ArenaDirectory:
         if self._made:
             self._files.rmtree(self._path)
 
-    def clear_the_way(self, delete_later: Callable[[Path, int], bool]) -> None:
+    def clear_the_way(self, deleted: Deleted) -> None:
         """Remove what a predecessor was killed over, and what is no file of ours although it has the name of one.
-
-        Args:
-            delete_later: takes over an unfinished file of so many bytes, if its memory takes long to give back.
-                Returns whether it does.
-
-        Raises:
-            ConfigError: something cannot be removed.
+        Raises `ConfigError` if something cannot be removed. `deleted`: takes large files.
         """
         for path in sorted(self._path.glob("*")):
             if OURS.fullmatch(path.name) and not path.name.startswith("smp.log"):  # others are not read by an SMP
                 with suppress(FileNotFoundError):  # a trainer has renamed the mark of its slot meanwhile
-                    self._clear(path, delete_later)
+                    self._clear(path, deleted)
 
-    def _clear(self, path: Path, delete_later: Callable[[Path, int], bool]) -> None:
+    def _clear(self, path: Path, deleted: Deleted) -> None:
         status = path.lstat()
         if path.name.endswith(PART):
-            if not (stat.S_ISREG(status.st_mode) and delete_later(path, status.st_size)):
+            unwiped = status.st_size if deleted.zero and path.name.startswith(GONE) else 0
+            if not (stat.S_ISREG(status.st_mode) and deleted.takes(path, unwiped=unwiped)):
                 put_away(path, self._files)
         elif path.name == SOCKET and stat.S_ISSOCK(status.st_mode):
             return  # whoever listens at it is replaced by `bind_unix`
@@ -226,87 +217,6 @@ def _check_content(path: Path) -> None:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _File:
-    path: Path
-    bytes: int
-    unwiped: int
-    mapped: mmap.mmap | None
-
-
-class Deleted:
-    """The deleted files of an arena. Not thread-safe: the store's lock guards it, and `free` takes it.
-
-    Attributes:
-        bytes: memory that is not given back yet. Who needs memory may count on it, and calls `free` first.
-        waiting: the files that no thread is freeing.
-    """
-
-    def __init__(self, files: Files) -> None:
-        self.bytes = 0
-        self.waiting: deque[_File] = deque()
-        self._files = files
-
-    def add(self, path: Path, mapped: mmap.mmap | None = None, unwiped: int = 0) -> None:
-        """Take a file's name away. Harmless if it does not exist.
-
-        Its new name is that of an unfinished file: a successor deletes what is left of these.
-
-        Args:
-            mapped: this process's mapping of it; no thread may ask for it any more.
-            unwiped: bytes at its beginning to overwrite with zeros.
-        """
-        try:
-            status = path.lstat()
-            suffix = path.name.removesuffix(PART).rpartition(".")[2]
-            gone = path.with_name(f"{GONE}{status.st_ino}.{suffix}{PART}")
-            if gone != path:
-                path.replace(gone)
-        except FileNotFoundError:
-            return
-        self.bytes += status.st_size
-        self.waiting.append(_File(gone, status.st_size, unwiped, mapped))
-
-    def free(self, lock: threading.Condition, is_over: Callable[[], bool] = bool) -> None:
-        """Give the memory of all files back, one after another. Files whose mapping a thread still reads stay.
-
-        The caller does not hold `lock`, the store's. Blocks for as long as the kernel takes. Memory that another
-        process maps stays until that process lets it go.
-
-        Args:
-            is_over: called with the lock held; True: the rest stays.
-        """
-        with lock:
-            count = len(self.waiting)
-        for _ in range(count):
-            with lock:
-                if not self.waiting or is_over():
-                    return
-                file = self.waiting.popleft()
-            is_free = self._free(file)
-            with lock:
-                if is_free:
-                    self.bytes -= file.bytes
-                    lock.notify_all()
-                else:
-                    self.waiting.append(file)
-
-    def _free(self, file: _File) -> bool:
-        try:
-            if file.unwiped:
-                wipe_file(file.path, file.unwiped, self._files)
-                file.unwiped = 0  # it is tried again if a thread still reads it
-            if file.mapped is not None:
-                file.mapped.close()
-            file.path.unlink(missing_ok=True)
-        except BufferError:  # a thread still reads it. If that thread freed it, all others would stand still meanwhile
-            return False
-        except OSError as error:
-            log.warning("%s is not deleted before the next start: %s", file.path, error)
-        failpoint("slot.removed")
-        return True
-
-
 class LayoutFiles(dict[tuple[int, int], Layout]):
     """The known layouts by epoch and revision, with their files. Not thread-safe: the store's lock guards them."""
 
@@ -366,8 +276,6 @@ class Arena:
     Attributes:
         directory: the arena's, locked.
         deleted: large files that were deleted.
-        on_given_up: called when a slot is given up that is to be overwritten with zeros (see `next_unwiped`), or a
-            large one is deleted.
     """
 
     def __init__(self, path: Path, *, memory: int = 0, zero: bool = False, files: Files = MACHINE) -> None:
@@ -383,11 +291,9 @@ class Arena:
         """
         self.path = path
         self.files = files
-        self._zero = zero
-        self.deleted = Deleted(files)
-        self.on_given_up: Callable[[], None] = lambda: None
+        self.deleted = Deleted(files, zero=zero)
         self.directory = locked_directory(path, files)
-        self.directory.clear_the_way(self._delete_unfinished)
+        self.directory.clear_the_way(self.deleted)
         self.budget = Budget(path, memory)
         self.owners = Owners(path)
         self.shards: dict[str, SlotPool] = {}
@@ -395,9 +301,6 @@ class Arena:
         self.layouts = LayoutFiles(path, files)
         self._wanted: dict[SlotPool, tuple[int, int]] = {}
         self._planned: list[tuple[SlotPool, Slot]] = []
-
-    def _delete_unfinished(self, path: Path, length: int) -> bool:
-        return self._delete_later(path, None, length if self._zero and path.name.startswith(GONE) else 0)
 
     def shard_pool(self, coord: str) -> SlotPool:
         """The pool of a shard, empty if it is new."""
@@ -412,19 +315,7 @@ class Arena:
         return self.parities[tag, position]
 
     def _pool(self, name: str, suffix: str, owners: Owners) -> SlotPool:
-        on_given_up = (lambda: self.on_given_up()) if self._zero else None
-        return SlotPool(self.path, name, suffix, self.budget, owners, on_given_up, self.files, self._delete_later)
-
-    def _delete_later(self, path: Path, mapped: mmap.mmap | None, unwiped: int) -> bool:
-        """Delete a file whose memory takes long to give back; see `Deleted.add`. Returns False if it is small."""
-        try:
-            if is_at_once(path.lstat().st_size):
-                return False
-        except FileNotFoundError:
-            return False
-        self.deleted.add(path, mapped, unwiped)
-        self.on_given_up()
-        return True
+        return SlotPool(self.path, name, suffix, self.budget, owners, self.deleted, self.files)
 
     def room(self) -> int:
         """Free bytes on the file system, once what is deleted is given back."""
@@ -677,7 +568,7 @@ class Arena:
         for pattern in (f"*.{SHARD_SUFFIX}*", f"*.{PARITY_SUFFIX}*", "layout-*"):
             for path in list(self.path.glob(pattern)):
                 log.info("%s is left over from a removed arena and is deleted", path.name)
-                if not self._delete_later(path, None, 0):
+                if not self.deleted.takes(path):
                     path.unlink(missing_ok=True)
         self.layouts.clear()
 

@@ -10,6 +10,8 @@ import errno
 import mmap
 import os
 import stat
+import threading
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,12 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from holdfast.smp_daemon.shared import owners
-from holdfast.smp_daemon.shared.budget import Budget, wipe
+from holdfast.smp_daemon.shared.budget import Budget, wipe, wipe_file
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.limits import is_at_once
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.owners import Owners
+from holdfast.smp_daemon.shared.paths import GONE
 from holdfast.smp_daemon.shared.populate import prefer, slices
 from holdfast.smp_daemon.shared.records import PART, not_written, record_name, write
 from holdfast.smp_daemon.shared.system import MACHINE, Files
@@ -111,6 +115,96 @@ class _Mapped(NamedTuple):
     memory: mmap.mmap
 
 
+@dataclass(slots=True, eq=False)
+class _File:
+    path: Path
+    bytes: int
+    unwiped: int
+    mapped: mmap.mmap | None
+
+
+class Deleted:
+    """The large deleted files of an arena, whose memory takes long to give back. Not thread-safe: the store's lock
+    guards it, and `free` takes it.
+
+    Attributes:
+        zero: whether what is given up is overwritten with zeros.
+        on_work: called when there is a file to free, or a slot to overwrite.
+        bytes: memory that is not given back yet. Who needs memory may count on it, and calls `free` first.
+        waiting: the files that no thread is freeing.
+    """
+
+    def __init__(self, files: Files = MACHINE, *, zero: bool = False) -> None:
+        self.zero = zero
+        self.on_work: Callable[[], None] = lambda: None
+        self.bytes = 0
+        self.waiting: deque[_File] = deque()
+        self._files = files
+
+    def takes(self, path: Path, mapped: mmap.mmap | None = None, unwiped: int = 0) -> bool:
+        """Take a file's name away, if it is large. Returns False if it is small, or does not exist.
+
+        Its new name is that of an unfinished file: a successor deletes what is left of these.
+
+        Args:
+            mapped: this process's mapping of it; no thread may ask for it any more.
+            unwiped: bytes at its beginning to overwrite with zeros.
+        """
+        try:
+            status = path.lstat()
+            if is_at_once(status.st_size):
+                return False
+            suffix = path.name.removesuffix(PART).rpartition(".")[2]
+            gone = path.with_name(f"{GONE}{status.st_ino}.{suffix}{PART}")
+            if gone != path:
+                path.replace(gone)
+        except FileNotFoundError:
+            return False
+        self.bytes += status.st_size
+        self.waiting.append(_File(gone, status.st_size, unwiped, mapped))
+        self.on_work()
+        return True
+
+    def free(self, lock: threading.Condition, is_over: Callable[[], bool] = bool) -> None:
+        """Give the memory of all files back, one after another. Files whose mapping a thread still reads stay.
+
+        The caller does not hold `lock`, the store's. Blocks for as long as the kernel takes. Memory that another
+        process maps stays until that process lets it go.
+
+        Args:
+            is_over: called with the lock held; True: the rest stays.
+        """
+        with lock:
+            count = len(self.waiting)
+        for _ in range(count):
+            with lock:
+                if not self.waiting or is_over():
+                    return
+                file = self.waiting.popleft()
+            is_free = self._free(file)
+            with lock:
+                if is_free:
+                    self.bytes -= file.bytes
+                    lock.notify_all()
+                else:
+                    self.waiting.append(file)
+
+    def _free(self, file: _File) -> bool:
+        try:
+            if file.unwiped:
+                wipe_file(file.path, file.unwiped, self._files)
+                file.unwiped = 0  # it is tried again if a thread still reads it
+            if file.mapped is not None:
+                file.mapped.close()
+            file.path.unlink(missing_ok=True)
+        except BufferError:  # a thread still reads it. If that thread freed it, all others would stand still meanwhile
+            return False
+        except OSError as error:
+            log.warning("%s is not deleted before the next start: %s", file.path, error)
+        failpoint("slot.removed")
+        return True
+
+
 class SlotPool:
     """The slots of one shard, or of a node's parity, and their files on tmpfs. Slots of other lengths may remain while
     their snapshots are kept. Not thread-safe: the owner holds a lock.
@@ -129,25 +223,20 @@ class SlotPool:
         suffix: str,
         budget: Budget,
         owners: Owners,
-        on_given_up: Callable[[], None] | None = None,
+        deleted: Deleted,
         files: Files = MACHINE,
-        delete_later: Callable[[Path, mmap.mmap | None, int], bool] = lambda path, mapped, unwiped: False,
     ) -> None:
         """
         Args:
             owners: the marks of the slots. Without an epoch there are none, as of parity, which no trainer takes.
-            on_given_up: called when a slot is given up that `wipe_next` is to overwrite with zeros; None: it stays as
-                it is.
-            delete_later: takes over the file of a slot, its mapping, and the bytes that are still to be overwritten,
-                if the file is too large to be deleted at once; see `Deleted`. Returns whether it does.
+            deleted: takes over the files of large slots; says whether `wipe_next` is to overwrite what is given up.
         """
         self.name = name
         self.slots: list[Slot] = []
         self.near: int | None = None
         self._budget = budget
         self._owners = owners
-        self._on_given_up = on_given_up
-        self._delete_later = delete_later
+        self._deleted = deleted
         self._files = files
         self.arena = arena
         self.suffix = suffix
@@ -338,9 +427,9 @@ class SlotPool:
         was_used = slot.state is not SlotState.FREE
         failpoint("slot.freed", slot.snapshot.step if slot.snapshot else -1)
         slot.free()
-        if was_used and self._on_given_up is not None:
+        if was_used and self._deleted.zero:
             slot.unwiped = slot.bytes
-            self._on_given_up()
+            self._deleted.on_work()
 
     def hold(self, slot: Slot) -> bool:
         """Keep the trainer from taking a sealed slot, until `let_go`. Returns False if it has just taken it."""
@@ -393,7 +482,7 @@ class SlotPool:
         """Delete the slot's file."""
         mapped = self._maps.get(slot.index)
         is_gone = mapped is None and self._inode(slot) is None
-        if self._delete_later(self.path(slot), mapped and mapped.memory, slot.unwiped) or is_gone:
+        if self._deleted.takes(self.path(slot), mapped and mapped.memory, slot.unwiped) or is_gone:
             slot.unwiped = 0
         while slot.unwiped:
             self._wipe_part(slot)

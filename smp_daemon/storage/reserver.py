@@ -64,7 +64,7 @@ class Reserver:
         self._threads = threads
         self._thread: threading.Thread | None = None
         self._closed = False
-        arena.on_given_up = self.go_on
+        arena.deleted.on_work = self.go_on
 
     def start(self) -> None:
         """Forget the last error, and start the thread if slots are planned. The caller holds the lock."""

@@ -24,7 +24,7 @@ from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.owners import Owners
 from holdfast.smp_daemon.shared.populate import populate, prefer
-from holdfast.smp_daemon.storage.pool import SlotPool
+from holdfast.smp_daemon.storage.pool import Deleted, SlotPool
 from holdfast.snapshot.copy import devices
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.rng import own_first, placed
@@ -140,7 +140,7 @@ def test_a_new_slot_lies_on_the_numa_node_that_its_trainer_said(
             prefer(page, 0)
         except OSError as error:
             pytest.skip(f"this kernel has no mbind: {error}")
-    pool = SlotPool(tmp_path, "dp0", "safetensors", Budget(tmp_path, 0), Owners(tmp_path))
+    pool = SlotPool(tmp_path, "dp0", "safetensors", Budget(tmp_path, 0), Owners(tmp_path), Deleted())
     pool.near = 0
     slot = pool.create(8 * mmap.PAGESIZE)
     pool.view(slot)[:4] = b"here"

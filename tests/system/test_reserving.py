@@ -34,8 +34,8 @@ from holdfast.smp_daemon.shared.owners import FREE, Owners, taken
 from holdfast.smp_daemon.shared.records import PART
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import arena as arena_module
-from holdfast.smp_daemon.storage.arena import Arena, Deleted
-from holdfast.smp_daemon.storage.pool import SlotMemory, SlotPool, SlotState
+from holdfast.smp_daemon.storage.arena import Arena
+from holdfast.smp_daemon.storage.pool import Deleted, SlotMemory, SlotPool, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange

@@ -55,7 +55,7 @@ SETTINGS = {"storage.pool.gives_huge_pages", "storage.pool.room", "shared.budget
 NAMES = {
     *("storage.arena.Arena.adopt", "storage.arena.Arena.clear", "storage.arena.Arena.destroy"),
     *("storage.arena.Arena.empty", "storage.arena.Arena.release", "storage.arena.put_away"),
-    *("storage.arena.Arena._delete_later", "storage.arena.Deleted.add"),
+    "storage.pool.Deleted.takes",
     *("storage.pool.SlotPool.discard", "storage.pool.SlotPool.plan", "storage.pool.SlotPool.made"),
     *("storage.pool.SlotPool.remove", "storage.pool.SlotPool._forget", "storage.reserver.Reserver.make"),
     *("storage.pool.SlotPool._empty", "storage.pool.SlotPool._inode", "storage.pool.SlotPool.place"),
@@ -120,7 +120,7 @@ TAKERS = {
         "storage.store.Store.join",
         "storage.store.Store.retire",
     ),
-    *("storage.receiving.Receiving.make", "storage.holdings.Holdings.repair", "storage.arena.Deleted.free"),
+    *("storage.receiving.Receiving.make", "storage.holdings.Holdings.repair", "storage.pool.Deleted.free"),
     *(
         "storage.receiving.Receiving.shard",
         "storage.reserver.Reserver._wipes",

@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import NoFreeSlot
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.owners import Owners
-from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import Deleted, Slot, SlotPool, SlotState
 
 few_snapshots = st.builds(SnapshotId, st.integers(1, 2), st.integers(1, 4))
 lengths = st.sampled_from([8, 16])
@@ -24,7 +24,7 @@ picks = st.integers(0, 9)
 def empty_pool() -> SlotPool:
     """A pool whose slots have no files: nothing here reads or writes one."""
     nowhere = Path("/dev/shm/no-arena")
-    return SlotPool(nowhere, "dp0", "parity", Budget(nowhere, 0), Owners(nowhere))
+    return SlotPool(nowhere, "dp0", "parity", Budget(nowhere, 0), Owners(nowhere), Deleted())
 
 
 class Pools(RuleBasedStateMachine):
