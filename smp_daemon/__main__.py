@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.credentials import access_of, check_certificates, current
@@ -93,9 +93,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         trace = "" if isinstance(error, OSError) else f"\n{traceback.format_exc()}"
         _say(out, {"error": HoldfastError.__name__, "message": f"the SMP cannot start: {error}{trace}"})
         raise
-    _log_backend(own.backend)
-    _log_access(access, hosts)
-    _log_memory(smp)
+    _log_start(smp, hosts)
     smp.watchdog.start()
     ended_by: list[int] = []
     leave_on_signals(lambda: smp.drainer.run(grace_s, spares, wait=True), smp.stop, grace_s, ended_by.append)
@@ -136,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--job", required=True, help="id of the training run")
     parser.add_argument("--node", required=True, help="name of this node, unique in the job")
-    parser.add_argument("--arena", required=True, type=_absolute, help="directory on tmpfs that this SMP owns")
+    parser.add_argument(
+        "--arena", required=True, type=lambda text: Path(text).absolute(), help="directory on tmpfs that this SMP owns"
+    )
     parser.add_argument("--owner-pid", type=int, help="finish when this process is gone")
     add_options(parser)
     return parser
@@ -163,10 +163,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--detach", action="store_true", help="serve in a session of its own and return")
 
 
-def _absolute(text: str) -> Path:
-    return Path(text).absolute()
-
-
 def _detach() -> int:
     """Fork twice, so that the SMP survives its caller and the caller's session.
 
@@ -175,7 +171,11 @@ def _detach() -> int:
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
-        _pass_on(read_end)
+        with os.fdopen(read_end) as report:
+            text = report.read()
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        os._exit(0 if '"ready"' in text else 1)
     os.close(read_end)
     os.setsid()
     if os.fork():
@@ -185,14 +185,6 @@ def _detach() -> int:
         os.dup2(null, fd)
     os.chdir("/")
     return write_end
-
-
-def _pass_on(read_end: int) -> NoReturn:
-    with os.fdopen(read_end) as report:
-        text = report.read()
-    sys.stdout.write(text)
-    sys.stdout.flush()
-    os._exit(0 if '"ready"' in text else 1)
 
 
 def _say(out: int, message: dict[str, object]) -> None:
@@ -207,16 +199,6 @@ def _say(out: int, message: dict[str, object]) -> None:
     os.close(null)
 
 
-def _log_backend(backend: str) -> None:
-    from holdfast.ec import describe_auto
-
-    name, reason = describe_auto() if backend == "auto" else (backend, "")
-    if reason:
-        log.warning("parity is computed by %s, slowly: %s", name, reason, extra=about(backend=name))
-    else:
-        log.info("parity is computed by %s", name, extra=about(backend=name))
-
-
 _LET_IN = {
     "loopback": "only this user's processes on this machine",
     "token": "anyone with the token",
@@ -226,16 +208,20 @@ _LET_IN = {
 """Who may connect, by the result of `smp_daemon.shared.credentials.access_of`."""
 
 
-def _log_access(access: str, hosts: Sequence[str]) -> None:
-    if access == "insecure":
+def _log_start(smp: Smp, hosts: Sequence[str]) -> None:
+    from holdfast.ec import describe_auto
+
+    name, reason = describe_auto() if smp.settings.backend == "auto" else (smp.settings.backend, "")
+    if reason:
+        log.warning("parity is computed by %s, slowly: %s", name, reason, extra=about(backend=name))
+    else:
+        log.info("parity is computed by %s", name, extra=about(backend=name))
+    if smp.access == "insecure":
         text = "INSECURE: anyone who can reach %s can read and damage this job's snapshots: see SECURITY.md"
         log.warning(text, ", ".join(hosts))
     else:
-        log.info("%s may connect", _LET_IN[access])
-
-
-def _log_memory(smp: Smp) -> None:
-    budget = smp.store.arena.budget
+        log.info("%s may connect", _LET_IN[smp.access])
+    budget = smp.arena.budget
     if budget.limit:
         log.info("memory is limited to %d bytes: %d in slots, %d in reserve", budget.limit, budget.used, budget.held)
 

@@ -158,7 +158,11 @@ class Reconciler:
                     self._post(wish, RepairState.HOPELESS)
                     return
             with self._store.changed:
-                self._store.changed.wait_for(lambda: self._is_over(wish) or self._is_here(wish), pause_s)
+                # The group may send the units of this parity meanwhile.
+                self._store.changed.wait_for(
+                    lambda: self._is_over(wish) or bool(wish.parity and self._store.holdings.holds(wish.parity)),
+                    pause_s,
+                )
             pause_s = min(2 * pause_s, MOST_S)
         log.info("nobody waits for %s any more", wish.name, extra=extra)
 
@@ -172,9 +176,6 @@ class Reconciler:
         store = self._store
         is_promised = store.state.protected is None or snapshot <= store.state.protected
         return is_promised and not store.outcomes.board.supersedes(*snapshot)
-
-    def _is_here(self, wish: Wish) -> bool:
-        return wish.parity is not None and self._store.holdings.holds(wish.parity)
 
     def _is_over(self, wish: Wish) -> bool:
         given_up = wish.parity is not None and self._store.outcomes.is_given_up(wish.parity.snapshot)

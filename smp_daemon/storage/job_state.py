@@ -282,15 +282,11 @@ class Outcomes:
             self.board.reset(self._state.epoch)
         failpoint("adopt.board")
 
-    def leave(self) -> None:
-        """The epoch is over: whatever is pending is given up."""
+    def enter(self) -> None:
+        """Begin the board of the current epoch. Whatever is pending in the one before is given up."""
         with self._changed:
             self._progress.clear()
             self._given_up = lambda snapshot: False
-
-    def enter(self) -> None:
-        """Begin the board of the current epoch."""
-        with self._changed:
             self.board = self.board.succeeded(self._state.epoch)
 
     def expect(self, snapshot: SnapshotId) -> None:

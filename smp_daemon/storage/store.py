@@ -131,7 +131,6 @@ class Store:
                 return
             self._never_acknowledged = self.never_acknowledged()
             self.codings.forget(lambda snapshot: True)
-            self.outcomes.leave()
             self.arena.fence(epoch)
             self.holdings.look()
             failpoint("join.fenced")
@@ -364,17 +363,12 @@ class Store:
             self.held.discard(snapshot)
             self.holdings.let_go(snapshot)
 
-    def say_leaving(self, start: Start | None) -> None:
-        """Ask the trainers of this start to end at a boundary, because this node is to be taken away; not those of a
-        later one."""
+    def say_leaving(self, start: Start | None, leaving: bool) -> None:
+        """Ask the trainers of this start to end at a boundary, because this node is to be taken away, or withdraw that;
+        not those of a later one."""
         with self.changed:
             if self.state.record.start == start:
-                self.outcomes.board.post_leaving(True)
-
-    def say_staying(self) -> None:
-        """Withdraw `say_leaving`."""
-        with self.changed:
-            self.outcomes.board.post_leaving(False)
+                self.outcomes.board.post_leaving(leaving)
 
     def give_up(self, runs: Collection[str]) -> None:
         """Give these runs up: drop what is held of them here, and tell every later start that they are over."""
