@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.runs import given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
-from holdfast.smp_daemon.shared.system import MACHINE, Network
+from holdfast.smp_daemon.shared.system import Network
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -96,12 +96,9 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        peers: PeerClient,
-        after_s: float,
-        trainers: Callable[[], int],
-        network: Network = MACHINE,
+        self, store: Store, peers: PeerClient, after_s: float, trainers: Callable[[], int], network: Network
     ) -> None:
+        self._store = store
         self._network = network
         self._peers = peers
         self._after_s = after_s
@@ -117,14 +114,9 @@ class Monitor:
         self._regrouping_lock = network.Lock()
         self._spares: set[Address] = set()
         self._episodes = Episodes(log)
-        self._store: Store
-
-    def start(self, store: Store) -> None:
-        """Begin to work for `store`."""
-        self._store = store
-        if self._after_s:
-            self._network.Thread(target=self._watch, name="monitor", daemon=True).start()
-        self._network.Thread(target=self._lead, name="regroup", daemon=True).start()
+        if after_s:
+            network.Thread(target=self._watch, name="monitor", daemon=True).start()
+        network.Thread(target=self._lead, name="regroup", daemon=True).start()
 
     def close(self) -> None:
         """Stop both threads."""

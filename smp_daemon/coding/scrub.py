@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, NotHeld, NotOurs, P
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
-from holdfast.smp_daemon.shared.system import MACHINE, Threads
+from holdfast.smp_daemon.shared.system import Threads
 from holdfast.smp_daemon.storage.store import Store
 
 PASS_EVERY_S = 60.0
@@ -36,32 +36,30 @@ class Pass:
 class Scrubber:
     """The scrubbing thread. With a rate of 0 in `pacer` passes run only on request."""
 
-    def __init__(self, pacer: Pacer, priority: str = "normal", threads: Threads = MACHINE) -> None:
+    def __init__(self, store: Store, pacer: Pacer, priority: str, threads: Threads) -> None:
         """`priority`: see `smp_daemon.shared.priority`."""
+        self._store = store
         self._threads = threads
         self._pacer = pacer
         self._priority = priority
         self._closed = threads.Event()
-
-    def start(self, store: Store) -> None:
-        """Begin to work for `store`."""
-        if self._pacer.rate or store.holdings.unverified_bytes:
-            self._threads.Thread(target=self._run, args=(store,), name="scrub", daemon=True).start()
+        if pacer.rate or store.holdings.unverified_bytes:
+            threads.Thread(target=self._run, name="scrub", daemon=True).start()
 
     def close(self) -> None:
         """Stop after the current unit."""
         self._closed.set()
 
-    def _run(self, store: Store) -> None:
+    def _run(self) -> None:
         make_background(self._priority)
         try:
-            verify_adopted(store, self._go_on)
+            verify_adopted(self._store, self._go_on)
         except ProtocolError:
             return  # the SMP ends
         episodes = Episodes(log)
         while self._pacer.rate and not self._closed.wait(PASS_EVERY_S):
             try:
-                scrub(store, self._pace)
+                scrub(self._store, self._pace)
                 episodes.end("scrub", "the scrub completes its passes again")
             except HoldfastError as error:
                 episodes.begin("scrub", "a pass of the scrub was aborted: %s", error)

@@ -107,21 +107,7 @@ class Core:
         self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, files=system)
         self.credentials = system.credentials()
         self.peers = PeerClient(job, self.credentials, system)
-        self._protector = Protector(
-            self.peers,
-            Pacer(self.settings.bandwidth),
-            self.settings.links,
-            self.settings.priority,
-            system,
-        )
-        self._scrubber = Scrubber(Pacer(self.settings.scrub), self.settings.priority, system)
-        self.persister = Persister(self.settings.persist, self.settings.priority, system)
-        self.monitor = Monitor(
-            self.peers,
-            self.settings.regroup_after_s,
-            lambda: self.trainers,
-            system,
-        )
+        self._protector = Protector(self.peers, Pacer(settings.bandwidth), settings.links, settings.priority, system)
         self.recoveries = Recoveries(silent_s=self._silent_s)
         self.store = Store(
             self.arena,
@@ -132,7 +118,7 @@ class Core:
             on_parity=self._protector.announce,
             on_protected=self.recoveries.protected,
             on_epoch=self._begun,
-            spare=self.persister.spare,
+            spare=int(settings.persist is not None),  # for the snapshot that is being persisted
             priority=self.settings.priority,
             network=system,
         )
@@ -147,9 +133,11 @@ class Core:
             system,
         )
         self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
+        self._protector.start(self.store)
+        self._scrubber = Scrubber(self.store, Pacer(settings.scrub), settings.priority, system)
+        self.monitor = Monitor(self.store, self.peers, settings.regroup_after_s, lambda: self.trainers, system)
+        self.persister = Persister(self.store, settings.persist, settings.priority)
         self.drainer = Draining(self.store, self.inventory, self.monitor)
-        for thread in (self._protector, self._scrubber, self.monitor, self.persister):
-            thread.start(self.store)
 
     def _shard_bytes(self, coord: str) -> int:
         """The length of a trainer's shard, in bytes; 0: no layout of this epoch has it yet."""

@@ -36,7 +36,6 @@ from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import digest, record_name
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
 from holdfast.smp_daemon.shared.settings import PERSIST, PERSIST_BANDWIDTH, PERSIST_EVERY, PERSIST_KEEP
-from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -202,9 +201,10 @@ class TierState:
 class Persister:
     """The persist tier on one node. Every method is thread-safe; only those documented to block touch the storage."""
 
-    def __init__(self, options: PersistOptions | None, priority: str = "normal", network: Network = MACHINE) -> None:
-        """`options`: None: the tier is off. `priority`: see `shared.priority`. The storage is not touched."""
-        self.network = network
+    def __init__(self, store: Store, options: PersistOptions | None, priority: str) -> None:
+        """`options`: None: the tier is off. `priority`: see `shared.priority`."""
+        self._store = store
+        self.network = network = store.network
         self._options = options
         self._priority = priority
         self._place: PersistPlace | None = None
@@ -221,25 +221,15 @@ class Persister:
         self._noted: Layout | None = None  # a layout whose run is still to be noted at the place
         self._episodes = Episodes(log)
         self._state = TierState(place_name(options.url), options.every_s, options.keep) if options else None
-        self._store: Store
-
-    @property
-    def spare(self) -> int:
-        """How many spare slots the tier needs for each shard."""
-        return int(self._options is not None)
+        store.outcomes.board.post_due(False)
+        if options is not None:
+            network.Thread(target=self._run, args=(options,), name="persist", daemon=True).start()
 
     @property
     def state(self) -> TierState | None:
         """The state of the tier on this node; None if it is off."""
         with self._changed:
             return self._state
-
-    def start(self, store: Store) -> None:
-        """Begin to work for `store`, in a thread of its own until `close`."""
-        self._store = store
-        store.outcomes.board.post_due(False)
-        if self._options is not None:
-            self.network.Thread(target=self._run, args=(self._options,), name="persist", daemon=True).start()
 
     def close(self) -> None:
         """Give up the current work. Returns at once."""

@@ -132,7 +132,7 @@ def test_the_scrub_reads_simulated_bytes_as_fast_as_those_that_they_stand_for(
     simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, rates = small(0), set[float]()
-    monkeypatch.setattr(Scrubber, "start", lambda self, store: rates.add(self._pacer.rate))
+    monkeypatch.setattr(Scrubber, "_run", lambda self: rates.add(self._pacer.rate))
     assert not play(plan).violations
     assert rates == {SCRUB.value({}) / plan.scale} and plan.scale > 1
 

@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.storage.store import Store
 from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, run_on
@@ -257,8 +258,7 @@ class Silent(PeerClient):
 def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
     store = SimpleNamespace(node="spare", job="job", state=SimpleNamespace(newest_layout=lambda: layout_of(2, 1, 1)))
     with Silent("job") as peers:
-        monitor = Monitor(peers, 0.0, lambda: 0)
-        monitor.start(cast(Store, store))
+        monitor = Monitor(cast(Store, store), peers, 0.0, lambda: 0, MACHINE)
         try:
             with pytest.raises(SmpUnavailable, match="layout answers: node0, node1"):
                 monitor.move((), DEADLINE_S, still=False)
