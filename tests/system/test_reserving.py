@@ -309,7 +309,8 @@ def test_where_memory_runs_out_all_of_it_is_given_back_and_the_trainers_are_told
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consider no slots small enough to be reserved at once."""
-    monkeypatch.setattr(arena_module, "is_at_once", lambda length: False)
+    for module in ("arena", "pool"):
+        monkeypatch.setattr(f"holdfast.smp_daemon.storage.{module}.is_at_once", lambda length: False)
 
 
 def make(arena: Arena, pool: SlotPool, slot: Any) -> None:

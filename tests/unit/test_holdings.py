@@ -700,7 +700,8 @@ def test_a_slot_that_a_thread_makes_for_itself_is_left_to_it(place: Place, monke
 def test_who_takes_a_large_slot_away_reserves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.pool(SHARD).create(20)
     pool, _, earlier = place.receiving.slot_for(place.pool(SHARD), FIRST, 20)
-    monkeypatch.setattr("holdfast.smp_daemon.storage.arena.is_at_once", lambda length: False)
+    for module in ("arena", "pool"):
+        monkeypatch.setattr(f"holdfast.smp_daemon.storage.{module}.is_at_once", lambda length: False)
     monkeypatch.setattr(SlotMemory, "reserve", lambda *arguments: pytest.fail("memory is reserved"))
     with pytest.raises(NoFreeSlot):
         place.receiving.slot_for(pool, FIRST, 20)
