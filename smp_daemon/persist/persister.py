@@ -12,7 +12,7 @@ released, the failure is counted and shown, and no other snapshot is begun until
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,15 +75,17 @@ def write_node(
             out = unit[: layout.shard_bytes(coord) - start]
             pace(out.nbytes)
             stored.one(stored.shard_unit(coord, number, out))
-    with place.create(f"{folder}/{manifest.node_name(index)}") as file:
-        file.write(encode_digested(to_plain(NodePart.of(snapshot, layout, index))))
+    place.write(
+        f"{folder}/{manifest.node_name(index)}", [encode_digested(to_plain(NodePart.of(snapshot, layout, index)))]
+    )
     return sum(map(layout.shard_bytes, coords))
 
 
 def _write_shard(place: PersistPlace, holdings: Holdings, path: str, key: ShardKey, pace: Pace) -> None:
     """Write a slot file, and then its commit record, without which it does not count."""
     view, record = holdings.open(key)
-    with place.create(path) as file:
+
+    def units() -> Iterator[bytes]:
         for number, sealed in enumerate(record.digests):
             if number == len(record.digests) // 2:
                 failpoint("persist.middle", key.snapshot.step)
@@ -93,9 +95,10 @@ def _write_shard(place: PersistPlace, holdings: Holdings, path: str, key: ShardK
             if digest(memoryview(unit)) != sealed:  # of the copy, which is what is written
                 holdings.checked_unit(key, number)  # raises if the slot is damaged too, and notes it for the scrub
                 raise DamagedSnapshot(f"unit {number} of {key} was damaged while it was read")
-            file.write(unit)
-    with place.create(record_name(path)) as file:
-        file.write(encode_digested(to_plain(record)))
+            yield unit
+
+    place.write(path, units())
+    place.write(record_name(path), [encode_digested(to_plain(record))])
 
 
 def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[str]:
@@ -119,15 +122,13 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     whole = manifest.combine(snapshot, layout, parts)
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
-    with place.create(f"{folder}/{SNAPSHOT}") as file:
-        file.write(encode_digested(whole.to_json()))
+    place.write(f"{folder}/{SNAPSHOT}", [encode_digested(whole.to_json())])
     return []
 
 
 def note_run(place: PersistPlace, layout: Layout) -> None:
     """Note at the place which run persists there, and where its SMPs are. Blocks. Raises `PlaceError`."""
-    with place.create(manifest.run_file(layout.job, layout.run.id)) as file:
-        file.write(encode_digested(to_plain(RunFile.of(layout))))
+    place.write(manifest.run_file(layout.job, layout.run.id), [encode_digested(to_plain(RunFile.of(layout)))])
 
 
 def tidy(place: PersistPlace, job: str, run: str, keep: int) -> Sequence[SnapshotId]:
@@ -381,7 +382,7 @@ class Persister:
             thread.join(work.progress.left_s)
             if thread.is_alive() and work.progress.is_stuck:
                 work.cancelled.set()
-                self._store.let_go(work.snapshot)
+                self._store.holdings.let_go(work.snapshot)
                 self._fail(work.snapshot, f"the storage has not answered for {STUCK_S:.0f} s", state="stuck")
                 thread.join()
         if not self._closed.is_set():
@@ -440,7 +441,7 @@ class _Work:
                     persister._its_place, store.holdings, self._layout, store.node, self.snapshot, self._pace
                 )
             finally:
-                store.let_go(self.snapshot)
+                store.holdings.let_go(self.snapshot)
             failpoint("persist.written", self.snapshot.step)
             self._await_others()
             persister._done(self.snapshot, stored)

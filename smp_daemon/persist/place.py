@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, PlaceError
@@ -20,14 +20,6 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, PlaceE
 FLUSH_BYTES = 64 << 20
 """Number of bytes after which a local file is flushed to disk while it is written. One large flush at its end would
 hold up everything else on that disk."""
-
-
-class Writable(Protocol):
-    """A file that is written from its beginning."""
-
-    def write(self, data: bytes, /) -> object:
-        """Write all of `data`."""
-        ...
 
 
 def open_place(url: str) -> PersistPlace:
@@ -126,15 +118,15 @@ class PersistPlace:
             content: bytes = self._fs.cat_file(self._at(path), start=start, end=start + count)
             return content
 
-    @contextmanager
-    def create(self, path: str) -> Iterator[Writable]:
-        """Gives a binary file to write to. The file appears, whole, if the block ends without an error, and otherwise
-        not at all."""
+    def write(self, path: str, parts: Iterable[bytes]) -> None:
+        """Write a file, part by part. It appears, whole, once all parts are written; and not at all if that fails, or
+        `parts` raises."""
         with _reported(f"{self.name}/{path} cannot be written"):
             self._fs.makedirs(self._fs._parent(self._at(path)), exist_ok=True)
             file = self._fs.open(self._at(path), "wb")
             try:
-                yield file
+                for part in parts:
+                    file.write(part)
             except BaseException:
                 _discard(file)
                 raise
@@ -171,22 +163,19 @@ class Directory(PersistPlace):
                 return [found for each in entries if (found := _entry(each)) is not None]
         return []
 
-    @contextmanager
-    def create(self, path: str) -> Iterator[Writable]:
+    def write(self, path: str, parts: Iterable[bytes]) -> None:
         target = Path(self._at(path))
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
+        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
         with _reported(f"{target} cannot be written"):
             if not Path(self._root).is_dir():  # a storage that is not mounted: what is written would go with the node
                 raise PlaceError(_absent(Path(self._root)))
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with part.open("wb", buffering=0) as file:
-                    yield _Flushing(file)
-                    _to_disk(file)
-                part.replace(target)
+                _write_flushed(new, parts)
+                new.replace(target)
                 _sync_directory(target.parent)
             except BaseException:
-                part.unlink(missing_ok=True)
+                new.unlink(missing_ok=True)
                 raise
 
 
@@ -207,22 +196,19 @@ def _discard(file: Any) -> None:
         file.closed = True  # otherwise it would be flushed when it is garbage-collected
 
 
-class _Flushing:
-    """Writes, and waits for the disk every `FLUSH_BYTES`, so that no gigabytes of dirty or cached pages pile up."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._dirty = 0
-
-    def write(self, data: bytes) -> int:
-        view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
-        self._dirty += len(data)
-        if self._dirty >= FLUSH_BYTES:
-            _to_disk(self._file)
-            self._dirty = 0
-        return len(data)
+def _write_flushed(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file, and wait for the disk every `FLUSH_BYTES`, so that no gigabytes of unwritten pages pile up."""
+    dirty = 0
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+            dirty += len(part)
+            if dirty >= FLUSH_BYTES:
+                _to_disk(file)
+                dirty = 0
+        _to_disk(file)
 
 
 def _to_disk(file: IO[bytes]) -> None:

@@ -462,11 +462,10 @@ class Arena:
         self,
         keep: Collection[SnapshotId],
         before: SnapshotId,
-        held: Collection[SnapshotId] = frozenset(),
         with_parity: Collection[SnapshotId] | None = None,
     ) -> None:
-        """Free sealed slots of snapshots older than `before`, except shards of snapshots in `keep` or `held`, and
-        parity of snapshots in `with_parity` (None: `keep`).
+        """Free sealed slots of snapshots older than `before`, except shards of snapshots in `keep`, or that are held,
+        and parity of snapshots in `with_parity` (None: `keep`).
 
         Slots that `reserve` was not asked for are deleted with their files. So are layouts of older epochs of which no
         snapshot is kept or held.
@@ -475,7 +474,7 @@ class Arena:
         for pool in self.pools():
             length, count = self._wanted.get(pool, (None, 0))
             is_shard = pool.suffix == SHARD_SUFFIX
-            for slot in pool.outdated({*keep, *held} if is_shard else parities, before):
+            for slot in pool.outdated(keep if is_shard else parities, before):
                 # Shard slots of the wanted length stay, even surplus ones: a trainer may have all slots of its shard
                 # mapped, so deleting the file would not free the memory.
                 asked_for = is_shard or sum(each.bytes == length for each in pool.slots) <= count
@@ -483,6 +482,7 @@ class Arena:
                     pool.discard(slot)
                 else:
                     pool.remove(slot)
+        held = [slot.snapshot for pool in self.shards.values() for slot in pool.slots if slot.held and slot.snapshot]
         self.layouts.drop_older({snapshot.epoch for snapshot in (*keep, *held)})
 
     def make_room(self, length: int, wanted: SlotPool) -> int:

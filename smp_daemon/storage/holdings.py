@@ -274,8 +274,11 @@ class Holdings:
 
     def hold(self, keys: Collection[ShardKey]) -> bool:
         """Keep the trainers from taking these shards, until `let_go`. Returns False, and holds none, if one is not
-        here."""
+        here, or any is held already."""
         with self._lock:
+            self.look()
+            if any(slot.held for pool in self.arena.shards.values() for slot in pool.slots):
+                return False
             slots = [(self.pool(key), self.pool(key).find(key.snapshot, SlotState.SEALED)) for key in keys]
             done = all(slot is not None and pool.hold(slot) for pool, slot in slots)
             if not done:

@@ -284,8 +284,8 @@ class SlotPool:
         return next(held, None)
 
     def outdated(self, keep: Collection[SnapshotId], before: SnapshotId) -> list[Slot]:
-        """Sealed slots of snapshots older than `before` that are not in `keep`: they may be freed."""
-        sealed = (slot for slot in self.slots if slot.state is SlotState.SEALED)
+        """Sealed slots of snapshots older than `before` that are neither in `keep` nor held: they may be freed."""
+        sealed = (slot for slot in self.slots if slot.state is SlotState.SEALED and not slot.held)
         return [slot for slot in sealed if slot.snapshot and slot.snapshot < before and slot.snapshot not in keep]
 
     # ------------------------------------------------------------------ their files

@@ -96,7 +96,6 @@ class Store:
         self.codings = Codings(
             self.receiving, node, self.state, on_parity, lambda snapshot: self.post_if_protected(snapshot)
         )
-        self.held: set[SnapshotId] = set()
         self._on_sealed = on_sealed
         self._checked_headers: dict[str, tuple[int, bytes]] = {}
         self._on_epoch = on_epoch
@@ -281,7 +280,7 @@ class Store:
         self.holdings.look()
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
-        self.arena.release(keep, before, self.held, parities)
+        self.arena.release(keep, before, parities)
         self.reserver.make_good()
         self.holdings.look()
         self.changed.notify_all()
@@ -343,25 +342,14 @@ class Store:
                 self.arena.layouts.add(layout)
 
     def hold(self, snapshot: SnapshotId) -> bool:
-        """Keep this node's shards of a snapshot until `let_go`, whatever the trainers say. Returns False if some are
-        not here, or if a snapshot is held already.
+        """Keep this node's shards of a snapshot until `Holdings.let_go`, whatever the trainers say. Returns False if
+        some are not here, or if a snapshot is held already.
 
         Holding needs a spare slot: see `Store`.
         """
         with self.changed:
             wanted = self.state.layout.node(self.node).shards if self.state.layout is not None else ()
-            if self.held or not all(self.holdings.holds(ShardKey(snapshot, shard.coord)) for shard in wanted):
-                return False
-            if not self.holdings.hold([ShardKey(snapshot, shard.coord) for shard in wanted]):
-                return False
-            self.held.add(snapshot)
-            return True
-
-    def let_go(self, snapshot: SnapshotId) -> None:
-        """Stop holding a snapshot, so that its slots may be taken. Harmless if it was not held."""
-        with self.changed:
-            self.held.discard(snapshot)
-            self.holdings.let_go(snapshot)
+            return self.holdings.hold([ShardKey(snapshot, shard.coord) for shard in wanted])
 
     def say_leaving(self, start: Start | None, leaving: bool) -> None:
         """Ask the trainers of this start to end at a boundary, because this node is to be taken away, or withdraw that;

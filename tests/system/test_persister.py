@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -219,13 +219,11 @@ class Moody(Directory):
         assert self.goes_on.wait(DEADLINE_S)
         return super().directories(path)
 
-    @contextmanager
-    def create(self, path: str) -> Iterator[Any]:
+    def write(self, path: str, parts: Iterable[bytes]) -> None:
         assert self.goes_on.wait(DEADLINE_S)
         if self.fails:
             raise PlaceError(f"{path}: no space left")
-        with super().create(path) as file:
-            yield file
+        super().write(path, parts)
 
 
 @pytest.fixture
@@ -252,13 +250,14 @@ class Dying(Directory):
         super().__init__(root)
         self._left = last
 
-    @contextmanager
-    def create(self, path: str) -> Iterator[Any]:
-        with super().create(path) as file:
-            yield file
+    def write(self, path: str, parts: Iterable[bytes]) -> None:
+        def until_it_dies() -> Iterator[bytes]:
+            yield from parts
             self._left -= 1
             if self._left < 0:
                 raise PlaceError("the writer died")
+
+        super().write(path, until_it_dies())
 
 
 def test_a_writer_that_dies_at_any_file_leaves_nothing_that_looks_whole(
@@ -384,8 +383,7 @@ def test_a_place_keeps_files(anywhere: PersistPlace) -> None:
     assert anywhere.files("job/one") == {}
     assert anywhere.directories("job") == []
     for name, content in (("a", b"12345"), ("b", b"")):
-        with anywhere.create(f"job/one/{name}") as file:
-            file.write(content)
+        anywhere.write(f"job/one/{name}", [content])
     assert anywhere.files("job/one") == {"a": 5, "b": 0}
     assert anywhere.directories("job") == ["one"]
     assert anywhere.read("job/one/a", 5) == b"12345"
@@ -422,11 +420,13 @@ def test_a_file_that_another_node_removes_meanwhile_hides_no_other(
 
 
 def test_a_file_that_is_given_up_is_not_there(tmp_path: Path) -> None:
-    at = Directory(tmp_path)
+
+    def dying() -> Iterator[bytes]:
+        yield b"123"
+        raise RuntimeError("the writer died")
+
     with pytest.raises(PlaceError, match=r"written: RuntimeError"):
-        with at.create("job/one/a") as file:
-            file.write(b"123")
-            raise RuntimeError("the writer died")
+        Directory(tmp_path).write("job/one/a", dying())
     assert list((tmp_path / "job/one").iterdir()) == []
 
 

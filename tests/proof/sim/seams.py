@@ -123,15 +123,14 @@ def _release(
     self: Arena,
     keep: Collection[SnapshotId],
     before: SnapshotId,
-    held: Collection[SnapshotId] = (),
     with_parity: Collection[SnapshotId] | None = None,
 ) -> None:
     """`Arena.release`. It is told what the trainers keep, so they gave up every slot of a shard that it frees."""
     for pool in self.pools():
         if pool.suffix == SHARD_SUFFIX:
-            for slot in pool.outdated({*keep, *held}, before):
+            for slot in pool.outdated(keep, before):
                 Hooks.given_up(slot.snapshot, pool.name)
-    release(self, keep, before, frozenset(held), with_parity)
+    release(self, keep, before, with_parity)
 
 
 release = Arena.release
