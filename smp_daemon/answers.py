@@ -75,7 +75,7 @@ class TrainerConversation:
             messages.AskInventories: self._inventories,
             messages.Join: self._join,
             messages.Configure: self._configure,
-            messages.AskSlots: self._slots,
+            messages.AskSlots: lambda request: messages.SlotFiles(slots=smp.store.slots(request.epoch, request.coord)),
             messages.Seal: self._seal,
             messages.Recover: self._recover,
             messages.Lend: self._lend,
@@ -174,9 +174,6 @@ class TrainerConversation:
         count = self._store.configure(request.layout)
         self._smp.persister.configured(request.layout)
         return messages.Reserved(count=count)
-
-    def _slots(self, request: messages.AskSlots) -> messages.SlotFiles:
-        return messages.SlotFiles(slots=self._store.slots(request.epoch, request.coord))
 
     def _seal(self, request: messages.Seal) -> None:
         self._store.seal(request)

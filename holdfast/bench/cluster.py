@@ -202,7 +202,7 @@ class Cluster:
         """Make `LOST` lose its memory, and time how its replacement rebuilds the shard.
 
         Args:
-            method: one of `recovery.rebuild.METHODS`.
+            method: see `recovery.rebuild.recover`.
         """
         assert self._newest is not None
         node = self.nodes[LOST]

@@ -101,11 +101,13 @@ def plan_regroup(inventories: Sequence[Inventory]) -> Regrouping | None:
     present = {s.coord: node.name for node in layout.nodes for s in node.shards}
     rehomed = _rehome(pool, homeless, [original, present], held)
     members = [replace(nodes[name], shards=rehomed[name]) for name in pool]
+    index = {node.name: i for i, node in enumerate(kept)}
+    whole_groups = [tuple(index[node.name] for node in layout.members(g)) for g in whole]
     regrouped = replace(
         layout,
         revision=max(revision for _, revision in known) + 1,
         nodes=(*kept, *members),
-        groups=(*_keep_groups(layout, whole, kept), *_new_groups(layout, members, len(kept))),
+        groups=(*whole_groups, *_new_groups(layout, members, len(kept))),
         left=tuple(sorted((departing | set(layout.left)) - {node.name for node in (*kept, *members)})),
     )
     return Regrouping(sources, regrouped, tuple(pool))
@@ -184,12 +186,6 @@ def _rehome(
     for shard in sorted(lost, key=lambda shard: (-shard.bytes, shard.coord)):
         rehomed[min(pool, key=lambda name: (sum(s.bytes for s in rehomed[name]), name))].append(shard)
     return {name: tuple(sorted(shards, key=lambda s: s.coord)) for name, shards in rehomed.items()}
-
-
-def _keep_groups(layout: Layout, groups: Sequence[int], kept: Sequence[Node]) -> list[tuple[int, ...]]:
-    """The same groups, as indices into `kept`."""
-    index = {node.name: i for i, node in enumerate(kept)}
-    return [tuple(index[node.name] for node in layout.members(g)) for g in groups]
 
 
 def _new_groups(layout: Layout, members: Sequence[Node], first: int) -> list[tuple[int, ...]]:

@@ -9,7 +9,6 @@ from functools import partial
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.errors import (
-    ConfigError,
     DamagedSnapshot,
     ProtocolError,
     SmpUnavailable,
@@ -24,9 +23,6 @@ from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
 from holdfast.smp_daemon.storage.pool import SlotState
 from holdfast.smp_daemon.storage.store import Store
-
-METHODS = ("chain", "decode")
-"""Ways to compute a lost shard; see `recover`."""
 
 log = get_log(__name__)
 
@@ -49,8 +45,6 @@ def recover(
     Raises:
         Unrecoverable: too little is left to compute the shard from.
     """
-    if method not in METHODS:
-        raise ConfigError(f"{method!r} is not a way to rebuild: use one of {', '.join(METHODS)}")
     with fetcher_of(store, sources, by_chain=method == "chain") as fetcher:
         return hold_shard(store, fetcher, coord, check, go_on)
 

@@ -225,11 +225,6 @@ class LayoutFiles(dict[tuple[int, int], Layout]):
         self._arena = arena
         self._files = files
 
-    @property
-    def newest(self) -> Layout | None:
-        """Of the newest epoch, as its SMPs last regrouped it."""
-        return self[max(self)] if self else None
-
     def add(self, layout: Layout) -> None:
         """Write a layout to the arena and remember it."""
         write_json(self._path(layout.epoch, layout.revision), to_plain(layout))

@@ -270,7 +270,7 @@ class Holdings:
             raise NotHeld(f"{key} is not held here any more")
         yield
         if not was_held:
-            pool.let_go(slot)
+            pool.hold(slot, False)
 
     def hold(self, keys: Collection[ShardKey]) -> bool:
         """Keep the trainers from taking these shards, until `let_go`. Returns False, and holds none, if one is not
@@ -294,7 +294,7 @@ class Holdings:
     def _let_go(self, slots: Iterable[tuple[SlotPool, Slot | None]]) -> None:
         for pool, slot in slots:
             if slot is not None and slot.held:
-                pool.let_go(slot)
+                pool.hold(slot, False)
 
     def drop(self, key: Key) -> None:
         """Free the slot and forget its record: it is damaged beyond repair, or not needed."""

@@ -118,7 +118,8 @@ class JobState:
     def newest_layout(self) -> Layout | None:
         """The newest layout known: of the newest epoch, as its SMPs last regrouped it."""
         with self._changed:
-            return self._arena.layouts.newest
+            layouts = self._arena.layouts
+            return layouts[max(layouts)] if layouts else None
 
     def longest_unit(self) -> int:
         """The greatest length of a unit of this job, in bytes, as far as this node knows."""

@@ -431,15 +431,9 @@ class SlotPool:
             slot.unwiped = slot.bytes
             self._deleted.on_work()
 
-    def hold(self, slot: Slot) -> bool:
-        """Keep the trainer from taking a sealed slot, until `let_go`. Returns False if it has just taken it."""
-        return self._change_held(slot, True)
-
-    def let_go(self, slot: Slot) -> None:
-        """Stop holding a slot."""
-        self._change_held(slot, False)
-
-    def _change_held(self, slot: Slot, held: bool) -> bool:
+    def hold(self, slot: Slot, held: bool = True) -> bool:
+        """Keep the trainer from taking a sealed slot, or, with False, do so no more. Returns False if it has just taken
+        it."""
         before = slot.owner
         slot.held = held
         return self._change(slot, before, slot.owner)

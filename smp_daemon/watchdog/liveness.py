@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from holdfast.smp_daemon.shared.board import TrainerPhase
 from holdfast.smp_daemon.shared.deadlines import Deadlines
@@ -44,8 +45,7 @@ class Heartbeat:
     ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class HealthVerdict:
+class HealthVerdict(NamedTuple):
     """The health of a trainer, its phase, how long it has been quiet, and how long it may be (0: for ever)."""
 
     health: Health
@@ -59,7 +59,7 @@ def judge(heartbeat: Heartbeat, deadlines: Deadlines, step_s: float | None) -> H
     main = heartbeat.phase.name.lower()
     verdict = _verdict(main, heartbeat.quiet_s, deadlines.of(main, step_s))
     if heartbeat.ended:
-        return HealthVerdict(Health.DEAD, verdict.phase, verdict.quiet_s, verdict.deadline_s)
+        return verdict._replace(health=Health.DEAD)
     if heartbeat.copying_s is not None:
         copying = _verdict("copy", heartbeat.copying_s, deadlines.of("copy", step_s, heartbeat.copy_bytes))
         order = list(Health)

@@ -57,11 +57,6 @@ class OnHang:
         """Run the command for a hang of `trainer`. Returns at once."""
         threading.Thread(target=self._run, args=(trainer,), name="on-hang", daemon=True).start()
 
-    def _guard(self) -> list[str]:
-        """A prefix that kills the command in time even if the SMP dies first; empty where there is no ``timeout``."""
-        timeout = shutil.which("timeout")
-        return [timeout, "-s", "KILL", f"{self._deadline_s + 1:.0f}"] if timeout else []
-
     def _run(self, trainer: WatchedTrainer) -> None:
         environment = {
             **os.environ,
@@ -71,9 +66,11 @@ class OnHang:
             "HOLDFAST_PHASE": trainer.phase,
             "HOLDFAST_STEP": str(trainer.step),
         }
+        timeout = shutil.which("timeout")  # kills the command in time even if the SMP dies first
+        guard = [timeout, "-s", "KILL", f"{self._deadline_s + 1:.0f}"] if timeout else []
         try:
             process = subprocess.Popen(
-                [*self._guard(), "/bin/sh", "-c", self._command],
+                [*guard, "/bin/sh", "-c", self._command],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -379,9 +376,7 @@ class Watchdog:
         )
         verdict = judge(heartbeat, self._deadlines, median(seen.steps_s) if seen.steps_s else None)
         own = UNKNOWN if seen.ended else seen.own
-        return WatchedTrainer(
-            seen.coord, seen.pid, seen.step, verdict.health, verdict.phase, verdict.quiet_s, verdict.deadline_s, own
-        )
+        return WatchedTrainer(seen.coord, seen.pid, seen.step, *verdict, own)
 
     def _stir(self) -> None:
         if self._watching:

@@ -171,7 +171,7 @@ def test_the_trainer_takes_nothing_that_the_smp_holds_or_writes(shm: Path) -> No
     name = place.pool.path(slot).name
     assert place.pool.hold(slot)
     assert not place.trainer.change(name, sealed(FIRST), taken(1))
-    place.pool.let_go(slot)
+    place.pool.hold(slot, False)
     receiving = place.pool.assign(SECOND, PAGE)
     assert not place.trainer.change(place.pool.path(receiving).name, FREE, taken(1))
     assert place.trainer.change(name, sealed(FIRST), taken(1))
