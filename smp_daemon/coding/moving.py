@@ -415,17 +415,8 @@ class Draining:
                 self._running -= 1
 
     def _attempt(self, limit: float, *, still: bool) -> Drained | str:
-        """Move what is still to be moved, if nothing prevents it.
-
-        Args:
-            still: the trainers that are connected hold still.
-
-        Returns:
-            What others hold if this node is not needed any more, else why it is.
-
-        Raises:
-            HoldfastError: moving failed.
-        """
+        """Move what is still to be moved, if nothing prevents it. Returns what others hold if this node is not needed
+        any more, else why it is. `still`: the trainers that are connected hold still."""
         mine = self._inventory()
         answers = self._everywhere(mine)
         over = mine.run is not None and mine.run.id in given_up(answers, runs_in_reach(answers))

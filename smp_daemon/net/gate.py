@@ -152,7 +152,6 @@ class Gate:
 
 
 def _names(sock: ssl.SSLSocket) -> list[str]:
-    """The DNS names in the certificate of the other side."""
     alternatives: Any = (sock.getpeercert() or {}).get("subjectAltName", ())
     return [text for kind, text in alternatives if kind == "DNS"]
 

@@ -298,12 +298,8 @@ class Persister:
 
     @property
     def _its_place(self) -> PersistPlace:
-        """The place. Opened when it is first needed, and tried again if that fails. Blocks: some storages connect.
-
-        Raises:
-            ConfigError: the tier is off.
-            PlaceError: it cannot be opened.
-        """
+        """The place. Opened when it is first needed, and tried again if that fails, with `PlaceError`. Blocks: some
+        storages connect. Raises `ConfigError` if the tier is off."""
         if self._options is None:
             raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all nodes")
         if self._place is None:

@@ -493,7 +493,6 @@ class Fetcher(UnitSource):
         return memoryview(bytearray(self.layout.unit_bytes))
 
     def _why_not(self, unit: WantedUnit, computation: Computation | None) -> HoldfastError:
-        """The error that says why a unit cannot be got."""
         try:
             if computation is not None:
                 computation.finish(memoryview(bytearray(unit.out.nbytes)), unit.expected)

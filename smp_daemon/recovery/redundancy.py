@@ -16,7 +16,6 @@ from holdfast.smp_daemon.shared.sources import Address, Sources
 MOST_TRIED = 3
 """The most failures of one group that are tried out, and so the most that a group is ever reported to tolerate."""
 
-
 CACHED = 4096
 """Number of groups whose results are remembered: enough for all groups of a job, before and after a change."""
 
@@ -102,12 +101,7 @@ def _tolerates(
     stripes: Stripes | None, shards: tuple[tuple[int | None, ...], ...], parities: tuple[int | None, ...]
 ) -> int:
     """Like `tolerates`, with holders numbered in order of appearance, so that most groups of a large job are equal and
-    the cache helps.
-
-    Args:
-        stripes: the group's stripes; None: it has no parity.
-        shards: the holder of each shard, by position. `parities`: likewise for parity.
-    """
+    the cache helps. `stripes`: None if the group has no parity."""
     holders = sorted({at for row in (*shards, parities) for at in row if at is not None})
 
     def survives(gone: Sequence[int]) -> bool:

@@ -249,7 +249,7 @@ class Chooser:
         return Way(WayKind.SUM, chosen, tuple(ways.operands[number] for number in chosen))
 
     def _operands(self, ways: Ways, draw: random.Random, *, slow_too: bool, taken: Collection[int]) -> list[int]:
-        """Numbers of the operands that can be asked for, the best first."""
+        """Those that can be asked for, the best first."""
         able = self._able(ways, ways.operands.values(), slow_too=slow_too)
         left = ways.operands.keys() - ways.bad - set(taken)
         numbers = [number for number in sorted(left) if ways.operands[number] in able]

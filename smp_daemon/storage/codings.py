@@ -138,11 +138,8 @@ class Codings:
             self._done = {coding: done for coding, done in self._done.items() if not gone(coding.snapshot)}
 
     def _gather(self, coding: Coding) -> tuple[ParityKey, GatheringSlot] | None:
-        """The gathering of this node's parity, begun if needed; None if the parity is committed.
-
-        Raises:
-            NoFreeSlot: every parity slot holds a snapshot that is kept.
-        """
+        """The gathering of this node's parity, begun if needed; None if the parity is committed. Raises `NoFreeSlot` if
+        every parity slot holds a snapshot that is kept."""
         with self.changed:
             layout, group, key = self._own_parity(coding)
             if not layout.stripes(group).parity_bytes(key.position) or self._holdings.holds(key):
@@ -151,7 +148,6 @@ class Codings:
             return key, self._receiving.gather(key, layout, group)
 
     def _own_parity(self, coding: Coding) -> tuple[Layout, int, ParityKey]:
-        """The layout and the group of `coding`, and this node's parity in it."""
         layout = self.find_layout(coding)
         group = layout.group_of(coding.tag) if layout is not None else None
         if layout is None or group is None or not layout.protects(group):

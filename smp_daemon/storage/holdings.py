@@ -404,7 +404,6 @@ def _bytes_of(record: Record) -> int:
 
 
 def _fits(record: Record, length: int) -> bool:
-    """Whether a commit record can belong to a slot of that length."""
     if isinstance(record, ShardRecord):
         return record.bytes == length and len(record.digests) == -(-length // record.unit_bytes)
     return all(sum(record.unit(i)) <= length for i in range(len(record.digests)))

@@ -109,8 +109,6 @@ class Slot:
 
 
 class _Mapped(NamedTuple):
-    """A slot file that is mapped."""
-
     inode: int
     memory: mmap.mmap
 
@@ -473,7 +471,6 @@ class SlotPool:
         slot.unwiped = begin
 
     def _forget(self, slot: Slot) -> None:
-        """Delete the slot's file."""
         mapped = self._maps.get(slot.index)
         is_gone = mapped is None and self._inode(slot) is None
         if self._deleted.takes(self.path(slot), mapped and mapped.memory, slot.unwiped) or is_gone:

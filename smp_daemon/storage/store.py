@@ -292,7 +292,6 @@ class Store:
         self.outcomes.give_up(given_up)
 
     def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
-        """Stop all work for snapshots for which `gone` is True: they are given up."""
         self.codings.forget(gone)
         self.outcomes.forget(gone)
 
@@ -400,7 +399,6 @@ class Store:
         self.reserver.start()
 
     def _adopt(self) -> None:
-        """Take over what a predecessor left in the arena."""
         failpoint("adopt.before")
         predecessor = self.state.adopt()
         if predecessor is Predecessor.NONE:
