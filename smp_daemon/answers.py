@@ -132,12 +132,7 @@ class TrainerConversation:
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
         pid = self._smp.system.getpid()
         return messages.Greeted(
-            node=self._store.node,
-            pid=pid,
-            row=row,
-            speaks=spoken(),
-            release=RELEASE,
-            settings=self._smp.settings.texts,
+            node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE, settings=self._smp.settings.texts
         )
 
     def _check_room(self) -> None:

@@ -17,12 +17,7 @@ from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.refusals import Refusal, Refused, refusal_in
 from holdfast.smp_daemon.shared import messages
 from holdfast.smp_daemon.shared.credentials import Credentials
-from holdfast.smp_daemon.shared.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HoldfastError,
-    SmpUnavailable,
-)
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.handshake import Signer
 from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_MESSAGE_BYTES

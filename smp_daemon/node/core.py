@@ -83,14 +83,7 @@ class Core:
     owner: Owner
 
     def __init__(
-        self,
-        job: str,
-        node: str,
-        arena: Path,
-        settings: Settings,
-        cards: int,
-        access: str,
-        system: System = MACHINE,
+        self, job: str, node: str, arena: Path, settings: Settings, cards: int, access: str, system: System = MACHINE
     ) -> None:
         """Take over the arena and start the threads. `cards`: number of addresses for raw bytes. Raises as `Smp`."""
         self.settings = settings

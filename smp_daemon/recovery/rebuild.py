@@ -8,12 +8,7 @@ from functools import partial
 
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource, WantedUnit
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
-from holdfast.smp_daemon.shared.errors import (
-    DamagedSnapshot,
-    ProtocolError,
-    SmpUnavailable,
-    Unrecoverable,
-)
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.messages import Recovered
@@ -191,11 +186,7 @@ def _recovered(store: Store, key: ShardKey, how: str, bytes_fetched: int) -> Rec
         assert slot is not None  # `open` has found it under this lock
         place = pool.place(slot)
     return Recovered(
-        **place,
-        how=how,
-        bytes_fetched=bytes_fetched,
-        unit_bytes=record.unit_bytes,
-        digests=record.digests,
+        **place, how=how, bytes_fetched=bytes_fetched, unit_bytes=record.unit_bytes, digests=record.digests
     )
 
 

@@ -38,11 +38,7 @@ class Action(NamedTuple):
 
 
 def lacking(
-    layout: Layout,
-    node: str,
-    snapshot: SnapshotId,
-    held: Mapping[Key, Sequence[int]],
-    elsewhere: Sources | None = None,
+    layout: Layout, node: str, snapshot: SnapshotId, held: Mapping[Key, Sequence[int]], elsewhere: Sources | None = None
 ) -> list[Action]:
     """What has to be done so that `node` holds its part of a snapshot in `layout`, in the order of `Stage`.
 

@@ -454,10 +454,7 @@ class Arena:
                 pass
 
     def release(
-        self,
-        keep: Collection[SnapshotId],
-        before: SnapshotId,
-        with_parity: Collection[SnapshotId] | None = None,
+        self, keep: Collection[SnapshotId], before: SnapshotId, with_parity: Collection[SnapshotId] | None = None
     ) -> None:
         """Free sealed slots of snapshots older than `before`, except shards of snapshots in `keep`, or that are held,
         and parity of snapshots in `with_parity` (None: `keep`).

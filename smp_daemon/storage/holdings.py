@@ -29,11 +29,7 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.plain import encode_digested, from_plain, to_plain
-from holdfast.smp_daemon.shared.records import (
-    ParityRecord,
-    ShardRecord,
-    digest,
-)
+from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
 

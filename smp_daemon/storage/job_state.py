@@ -257,11 +257,7 @@ class Outcomes:
     """
 
     def __init__(
-        self,
-        changed: threading.Condition,
-        board: Board,
-        state: JobState,
-        on_protected: Callable[[SnapshotId], None],
+        self, changed: threading.Condition, board: Board, state: JobState, on_protected: Callable[[SnapshotId], None]
     ) -> None:
         """`on_protected`: called with the lock held once a snapshot is posted as protected."""
         self.board = board

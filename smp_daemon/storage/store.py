@@ -12,12 +12,7 @@ from collections.abc import Callable, Collection
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import REFUSED, Board
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import (
-    ArenaTooSmall,
-    NotOurs,
-    ProtocolError,
-    StaleEpoch,
-)
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NotOurs, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
