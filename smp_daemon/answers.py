@@ -313,13 +313,13 @@ class PeerConversation:
         self._accumulates = False
 
     def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Outbound, memoryview | None]:
+        if payload and (message.get("op") != "accumulate" or payload > self._store.state.longest_unit()):
+            stream.close()  # that is no unit of this job's
+            raise ProtocolError(f"{payload} raw bytes with the operation {message.get('op')!r}")
         try:
             request: messages.PeerBulk = messages.read_peer_bulk(message)
-            if payload and not isinstance(request, messages.Accumulate):
-                raise ProtocolError(f"raw bytes with the operation {message.get('op')!r}")
         except ProtocolError:
-            if payload:
-                self._pass_over(message, payload, stream)
+            _discard(payload, stream)
             raise
         if isinstance(request, messages.Accumulate):
             if not self._accumulates:
@@ -336,17 +336,6 @@ class PeerConversation:
                     return self._partial(request, what)
                 return self._unit(key_of(request.snapshot, what), what.unit)
 
-    def _pass_over(self, message: Message, payload: int, stream: SocketStream) -> None:
-        """Discard the unit of a refused message. Close the connection if the unit cannot be one of this job's."""
-        if message.get("op") != "accumulate" or payload > self._store.state.longest_unit():
-            stream.close()
-            return
-        stream.set_deadline(CALL_DEADLINE_S)
-        try:
-            _discard(payload, stream)
-        finally:
-            stream.set_deadline(None)
-
     def ended(self) -> None:
         """Close the links of a chain. Accumulated units stay; a unit that arrived in part was not accumulated."""
         self._links.close()
@@ -357,10 +346,6 @@ class PeerConversation:
         Waits for the parity slot before it takes a buffer, so that a buffer is held only while a unit arrives and is
         added.
         """
-        limit = self._store.state.longest_unit()
-        if payload > limit:
-            stream.close()
-            raise ProtocolError(f"a unit of {payload} bytes; this job's have at most {limit}")
         stream.set_deadline(CALL_DEADLINE_S)
         codings, coding = self._store.codings, Coding(request.snapshot, request.tag)
         try:
@@ -440,8 +425,10 @@ class PeerConversation:
 
 def _discard(count: int, stream: SocketStream) -> None:
     """Read and drop `count` raw bytes, so that the next message can be read."""
+    stream.set_deadline(CALL_DEADLINE_S)
     nowhere = memoryview(bytearray(min(count, 1 << 16)))
     while count:
         piece = nowhere[: min(count, nowhere.nbytes)]
         stream.receive_into(piece)
         count -= piece.nbytes
+    stream.set_deadline(None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -74,30 +75,28 @@ def exposition(job: str, mine: Status, overview: Overview | None) -> bytes:
     Args:
         overview: the state of the job; None: export only the SMP's own status.
     """
-    registry = CollectorRegistry()
-    registry.register(_StatusCollector(job, mine, overview))
-    return generate_latest(registry)
+    return generate_latest(_StatusCollector(job, mine, overview))
 
 
+@dataclass(frozen=True, slots=True)
 class _StatusCollector(Collector):
-    def __init__(self, job: str, mine: Status, overview: Overview | None) -> None:
-        self._job = job
-        self._mine = mine
-        self._overview = overview
+    job: str
+    mine: Status
+    overview: Overview | None
 
     def collect(self) -> Iterator[Metric]:
-        labels = {"job": self._job, "node": self._mine.inventory.node}
-        build = {"version": self._mine.version, "protocol": str(self._mine.protocol)}
-        of_job = {} if self._overview is None else _of_job(self._overview)
-        for name, value in (_gauges(self._mine) | of_job).items():
+        labels = {"job": self.job, "node": self.mine.inventory.node}
+        build = {"version": self.mine.version, "protocol": str(self.mine.protocol)}
+        of_job = {} if self.overview is None else _of_job(self.overview)
+        for name, value in (_gauges(self.mine) | of_job).items():
             if value is not None:
                 own = labels | (build if name == "holdfast_build_info" else {})
                 gauge = GaugeMetricFamily(name, GAUGES[name], labels=list(own))
                 gauge.add_metric(list(own.values()), value)
                 yield gauge
-        spent = self._mine.spent
+        spent = self.mine.spent
         parts = {
-            "holdfast_recovery_seconds": self._mine.recoveries[0].spans if self._mine.recoveries else [],
+            "holdfast_recovery_seconds": self.mine.recoveries[0].spans if self.mine.recoveries else [],
             "holdfast_spent_seconds": [(name, getattr(spent, name)) for name in PARTS] if spent.count else [],
         }
         for name, seconds_of in parts.items():
@@ -107,7 +106,7 @@ class _StatusCollector(Collector):
             yield gauge
         for name, what in COUNTS.items():
             counter = CounterMetricFamily(f"holdfast_{name}", what, labels=list(labels))
-            counter.add_metric(list(labels.values()), self._mine.counters[name])
+            counter.add_metric(list(labels.values()), self.mine.counters[name])
             yield counter
 
 

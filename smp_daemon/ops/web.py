@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import socket
 import threading
 import time
@@ -91,7 +92,7 @@ class Web:
         # and wait only if there is none. They read `_overview` without the lock: it is replaced as a whole.
         self._lock = threading.Lock()
         self._overview: Overview | None = None
-        self._fresh_until = 0.0
+        self._fresh_until = -math.inf
         self._bodies: dict[str, tuple[Overview, bytes]] = {}
         self._server = _Server((host, port), self)
         try:
@@ -110,9 +111,9 @@ class Web:
 
         Blocks for some seconds at most, if other SMPs do not answer.
         """
-        if not self._is_fresh() and self._lock.acquire(blocking=self._overview is None):
+        if time.monotonic() > self._fresh_until and self._lock.acquire(blocking=self._overview is None):
             try:  # other threads show the last overview, or all would wait for an SMP that does not answer
-                if not self._is_fresh():
+                if time.monotonic() > self._fresh_until:
                     owner, began = self._smp.owner, time.monotonic()
                     self._overview = look(owner.job, owner.control)
                     now = time.monotonic()
@@ -121,9 +122,6 @@ class Web:
                 self._lock.release()
         assert self._overview is not None
         return self._overview
-
-    def _is_fresh(self) -> bool:
-        return self._overview is not None and time.monotonic() <= self._fresh_until
 
     def pages(self) -> dict[str, Callable[[], tuple[str, bytes]]]:
         """For each path, a function that returns the content type and the body."""
