@@ -12,8 +12,10 @@ released, the failure is counted and shown, and no other snapshot is begun until
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from holdfast.smp_daemon.persist import manifest
@@ -199,6 +201,17 @@ class TierState:
     caution: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A snapshot to write. The persisting thread watches `progress`, and sets `cancelled` to give the work up."""
+
+    options: PersistOptions
+    snapshot: SnapshotId
+    layout: Layout
+    progress: Progress
+    cancelled: threading.Event
+
+
 class Persister:
     """The persist tier on one node. Every method is thread-safe; only those documented to block touch the storage."""
 
@@ -316,7 +329,8 @@ class Persister:
         due_s = self.network.monotonic()  # due at once: otherwise each replaced node would delay all nodes
         while (order := self._await_order(due_s)) is not None:
             due_s = self.network.monotonic() + options.every_s
-            self._watch(_Work(self, options, *order))
+            progress, cancelled = Progress(self.network.monotonic, STUCK_S), self.network.Event()
+            self._watch(_Work(options, *order, progress, cancelled))
 
     def _note_runs(self, options: PersistOptions) -> None:
         """Note each run that begins. In a thread of its own, as storage may hang."""
@@ -371,8 +385,9 @@ class Persister:
         return None
 
     def _watch(self, work: _Work) -> None:
-        """Run `work` in a thread, and give it up if the storage hangs. Returns once that thread has ended."""
-        thread = self.network.Thread(target=work.run, name="persist-write", daemon=True)
+        """Write a snapshot in a thread of its own, and give it up if the storage hangs. Returns once that thread has
+        ended."""
+        thread = self.network.Thread(target=self._write, args=(work,), name="persist-write", daemon=True)
         thread.start()
         while thread.is_alive() and not self._closed.is_set():
             thread.join(work.progress.left_s)
@@ -383,6 +398,56 @@ class Persister:
                 thread.join()
         if not self._closed.is_set():
             self._say(state="waiting")
+
+    def _write(self, work: _Work) -> None:
+        store, snapshot, layout = self._store, work.snapshot, work.layout
+        make_background(self._priority)
+        try:
+            try:
+                place = self._its_place
+                stored = write_node(place, store.holdings, layout, store.node, snapshot, partial(self._pace, work))
+            finally:
+                store.holdings.let_go(snapshot)
+            failpoint("persist.written", snapshot.step)
+            self._await_others(work)
+            self._done(snapshot, stored)
+            failpoint("persist.done", snapshot.step)
+            if store.node == _first(layout):  # if that fails, the next snapshot's turn tries again
+                try:
+                    tidy(place, layout.job, layout.run.id, work.options.keep)
+                except PlaceError as error:
+                    log.warning("older snapshots are not removed: %s", error)
+        except HoldfastError as error:
+            if not work.cancelled.is_set():
+                self._fail(snapshot, str(error))
+        except Exception as error:  # a bug, here or in a storage, must not end the tier
+            log.exception("%s is not persisted", snapshot)
+            self._fail(snapshot, f"{type(error).__name__}: {error}")
+
+    def _await_others(self, work: _Work) -> None:
+        """Wait until the snapshot is whole, or raise `PlaceError`. Giving up loses nothing: the last node to write its
+        part publishes it."""
+        monotonic, wait_s = self.network.monotonic, LOOK_FIRST_S
+        limit = monotonic() + max(work.options.every_s, STUCK_S + slowest_s(work.layout.moved_bytes))
+        while missing := publish(self._its_place, work.layout, work.snapshot):
+            work.progress.moved()
+            if monotonic() > limit:
+                raise PlaceError(f"{', '.join(missing[:8])} have not written their part")
+            self._wait(work, wait_s)
+            wait_s = min(2 * wait_s, LOOK_MOST_S)
+
+    def _pace(self, work: _Work, count: int) -> None:
+        wait_s = self._pacer.wait_s(count, self.network.monotonic())
+        while wait_s > 0:  # waiting for the rate limit counts as progress: the storage is not slow
+            work.progress.moved()
+            self._wait(work, min(wait_s, STUCK_S / 2))
+            wait_s -= STUCK_S / 2
+        self._wait(work, 0)
+        work.progress.moved()
+
+    def _wait(self, work: _Work, seconds: float) -> None:
+        if self._closed.wait(seconds) or work.cancelled.is_set():
+            raise ProtocolError("it was given up")
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
         why = caution(self._options.url) if self._options else ""
@@ -409,77 +474,3 @@ class Persister:
 def _first(layout: Layout) -> str:
     """The node that does what only one node of the layout does."""
     return next(node.name for node in layout.nodes if node.shards)
-
-
-class _Work:
-    """Writes one snapshot to the place, in a thread of its own.
-
-    Attributes:
-        progress: the working thread's; the persisting one watches it.
-        cancelled: set by the persisting thread to give the work up.
-    """
-
-    def __init__(self, persister: Persister, options: PersistOptions, snapshot: SnapshotId, layout: Layout) -> None:
-        self.snapshot = snapshot
-        self._monotonic = persister.network.monotonic
-        self.progress = Progress(self._monotonic, STUCK_S)
-        self.cancelled = persister.network.Event()
-        self._persister = persister
-        self._options = options
-        self._layout = layout
-
-    def run(self) -> None:
-        persister, store = self._persister, self._persister._store
-        make_background(persister._priority)
-        try:
-            try:
-                stored = write_node(
-                    persister._its_place, store.holdings, self._layout, store.node, self.snapshot, self._pace
-                )
-            finally:
-                store.holdings.let_go(self.snapshot)
-            failpoint("persist.written", self.snapshot.step)
-            self._await_others()
-            persister._done(self.snapshot, stored)
-            failpoint("persist.done", self.snapshot.step)
-            self._tidy()
-        except HoldfastError as error:
-            if not self.cancelled.is_set():
-                persister._fail(self.snapshot, str(error))
-        except Exception as error:  # a bug, here or in a storage, must not end the tier
-            log.exception("%s is not persisted", self.snapshot)
-            persister._fail(self.snapshot, f"{type(error).__name__}: {error}")
-
-    def _tidy(self) -> None:
-        """Remove old snapshots, on one node of the layout only. If that fails, the next snapshot's run tries again."""
-        if self._persister._store.node != _first(self._layout):
-            return
-        try:
-            tidy(self._persister._its_place, self._layout.job, self._layout.run.id, self._options.keep)
-        except PlaceError as error:
-            log.warning("older snapshots are not removed: %s", error)
-
-    def _await_others(self) -> None:
-        """Wait until the snapshot is whole, or raise `PlaceError`. Giving up loses nothing: the last node to write its
-        part publishes it."""
-        limit = self._monotonic() + max(self._options.every_s, STUCK_S + slowest_s(self._layout.moved_bytes))
-        wait_s = LOOK_FIRST_S
-        while missing := publish(self._persister._its_place, self._layout, self.snapshot):
-            self.progress.moved()
-            if self._monotonic() > limit:
-                raise PlaceError(f"{', '.join(missing[:8])} have not written their part")
-            self._wait(wait_s)
-            wait_s = min(2 * wait_s, LOOK_MOST_S)
-
-    def _pace(self, count: int) -> None:
-        wait_s = self._persister._pacer.wait_s(count, self._monotonic())
-        while wait_s > 0:  # waiting for the rate limit counts as progress: the storage is not slow
-            self.progress.moved()
-            self._wait(min(wait_s, STUCK_S / 2))
-            wait_s -= STUCK_S / 2
-        self._wait(0)
-        self.progress.moved()
-
-    def _wait(self, seconds: float) -> None:
-        if self._persister._closed.wait(seconds) or self.cancelled.is_set():
-            raise ProtocolError("it was given up")
