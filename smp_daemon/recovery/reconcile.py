@@ -29,7 +29,7 @@ class Stage(IntEnum):
     """The parity of a group that is no more is freed."""
 
 
-class Action(NamedTuple):
+class Task(NamedTuple):
     """What to do to `key`. `units`: the damaged ones."""
 
     stage: Stage
@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
 def lacking(
     layout: Layout, node: str, snapshot: SnapshotId, held: Mapping[Key, Sequence[int]], elsewhere: Sources | None = None
-) -> list[Action]:
+) -> list[Task]:
     """What has to be done so that `node` holds its part of a snapshot in `layout`, in the order of `Stage`.
 
     Args:
@@ -62,10 +62,10 @@ def lacking(
     own = [shard.coord for each in layout.nodes if each.name == node for shard in each.shards]
     former = clutter((key for key in held if isinstance(key, ParityKey)), snapshot, layout)
     return [
-        *(Action(Stage.MEND, key, tuple(units)) for key, units in held.items() if units),
-        *(Action(Stage.SHARDS, ShardKey(snapshot, c)) for c in own if c not in shards and c not in present),
-        *(Action(Stage.PARITY, key) for key in parities),
-        *(Action(Stage.RELEASE, key) for key in former),
+        *(Task(Stage.MEND, key, tuple(units)) for key, units in held.items() if units),
+        *(Task(Stage.SHARDS, ShardKey(snapshot, c)) for c in own if c not in shards and c not in present),
+        *(Task(Stage.PARITY, key) for key in parities),
+        *(Task(Stage.RELEASE, key) for key in former),
     ]
 
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.recovery.rebuild import recover, repair_parity, repair_units
-from holdfast.smp_daemon.recovery.reconcile import Action, Stage, lacking
+from holdfast.smp_daemon.recovery.reconcile import Stage, Task, lacking
 from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
@@ -193,7 +193,7 @@ class Reconciler:
 
     def _bring_parity(self, key: ParityKey, sources: Sources, go_on: GoOn) -> bool:
         if not self._store.holdings.holds(key):  # the group may have sent its units meanwhile
-            self._carry_out(Action(Stage.PARITY, key), sources, go_on)
+            self._carry_out(Task(Stage.PARITY, key), sources, go_on)
         return True
 
     def _rejoin(self, go_on: GoOn) -> bool:
@@ -233,21 +233,21 @@ class Reconciler:
             # Else it was to be sealed only.
             encoded = snapshot == store.state.protected or any(sources.parities.values())
             try:
-                for action in self._lacks(sources):
-                    if encoded or action.stage is not Stage.PARITY:
+                for task in self._lacks(sources):
+                    if encoded or task.stage is not Stage.PARITY:
                         go_on()
-                        self._carry_out(action, sources, go_on)
+                        self._carry_out(task, sources, go_on)
             except Unrecoverable as error:
                 if snapshot == store.state.protected and self._is_relied_on(snapshot):
                     raise
                 log.info("%s cannot be recovered: %s", snapshot, error, extra=about(snapshot))
         return whole
 
-    def _lacks(self, sources: Sources) -> list[Action]:
+    def _lacks(self, sources: Sources) -> list[Task]:
         """What no node holds, and this one should. It frees nothing: only the node in charge of a regrouping knows when
         all nodes have parity in their new groups."""
         found = lacking(sources.layout, self._store.node, sources.snapshot, self._held(sources.snapshot), sources)
-        return [action for action in found if action.stage < Stage.RELEASE]
+        return [task for task in found if task.stage < Stage.RELEASE]
 
     # ------------------------------------------------------------------ orders
 
@@ -317,29 +317,29 @@ class Reconciler:
         # Before anything is encoded from them, all shards are read; so none counts as held.
         held = self._held(snapshot) if stage is not Stage.SHARDS else {}
         todo = lacking(layout, store.node, snapshot, held)
-        for action in todo:
-            if Stage.SHARDS <= action.stage < stage:
-                raise ProtocolError(f"{action.key} is yet to be brought here: nothing that depends on it is done")
+        for task in todo:
+            if Stage.SHARDS <= task.stage < stage:
+                raise ProtocolError(f"{task.key} is yet to be brought here: nothing that depends on it is done")
         sources = phase.sources if stage is Stage.SHARDS else as_laid_out(snapshot, layout)
-        for action in todo:
-            if action.stage is stage:
+        for task in todo:
+            if task.stage is stage:
                 go_on()
-                self._carry_out(action, sources, go_on)
+                self._carry_out(task, sources, go_on)
 
-    # ------------------------------------------------------------------ actions
+    # ------------------------------------------------------------------ tasks
 
     def _held(self, snapshot: SnapshotId) -> dict[Key, list[int]]:
         holdings = self._store.holdings
         return {key: holdings.known_damage(key) for key in holdings.held() if key.snapshot == snapshot}
 
-    def _carry_out(self, action: Action, sources: Sources, go_on: GoOn) -> None:
-        """Blocks while bytes travel, and holds no lock meanwhile. Raises as `go_on`, or as the action fails."""
+    def _carry_out(self, task: Task, sources: Sources, go_on: GoOn) -> None:
+        """Blocks while bytes travel, and holds no lock meanwhile. Raises as `go_on`, or as the task fails."""
         store, snapshot = self._store, sources.snapshot
-        match action.stage, action.key:
+        match task.stage, task.key:
             case Stage.MEND, key:
-                repaired = repair_units(store, key, action.units)
+                repaired = repair_units(store, key, task.units)
                 text, extra = "%s: %d of %d damaged units are repaired", about(snapshot, repaired=repaired)
-                log.warning(text, key, repaired, len(action.units), extra=extra)
+                log.warning(text, key, repaired, len(task.units), extra=extra)
             case Stage.SHARDS, ShardKey(coord=coord):
                 how = recover(store, sources, coord, self._method, go_on=go_on).how
                 if how != "held":

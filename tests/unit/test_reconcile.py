@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.smp_daemon.recovery.reconcile import Action, Stage, clutter, lacking
+from holdfast.smp_daemon.recovery.reconcile import Stage, Task, clutter, lacking
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
@@ -27,12 +27,12 @@ def nobody(layout: Layout) -> Sources:
     return Sources(SNAPSHOT, layout, {}, {})
 
 
-def fetch(coord: str) -> Action:
-    return Action(Stage.SHARDS, ShardKey(SNAPSHOT, coord))
+def fetch(coord: str) -> Task:
+    return Task(Stage.SHARDS, ShardKey(SNAPSHOT, coord))
 
 
-def compute(layout: Layout, group: int, position: int) -> Action:
-    return Action(Stage.PARITY, ParityKey(SNAPSHOT, layout.tag(group), position))
+def compute(layout: Layout, group: int, position: int) -> Task:
+    return Task(Stage.PARITY, ParityKey(SNAPSHOT, layout.tag(group), position))
 
 
 def everything(layout: Layout, node: str) -> dict[Key, list[int]]:
@@ -65,10 +65,10 @@ def test_what_is_needed_for_more_comes_first_and_nothing_is_freed_before_all_is_
     mine, former = ShardKey(SNAPSHOT, "dp0"), ParityKey(SNAPSHOT, old.tag(0), 0)
     actions = lacking(layout, "node0", SNAPSHOT, {former: [], mine: [7]})
     assert actions == [
-        Action(Stage.MEND, mine, (7,)),
+        Task(Stage.MEND, mine, (7,)),
         fetch("dp1"),
         compute(layout, 0, 0),
-        Action(Stage.RELEASE, former),
+        Task(Stage.RELEASE, former),
     ]
     assert all(first.stage <= second.stage for first, second in pairwise(actions))
 
