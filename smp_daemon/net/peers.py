@@ -193,6 +193,9 @@ class PeerClient:
         try:
             self.ask(member.control, request, NOTIFY_DEADLINE_S, starting=True)
         except HoldfastError as error:
+            with self._lock:
+                if not self._channels:
+                    return  # closed meanwhile
             failed(f"node {member.name!r} could not be told: {error}")
 
     def close(self) -> None:
