@@ -127,18 +127,20 @@ class Web:
         """For each path, a function that returns the content type and the body."""
         return {
             "/": lambda: ("text/html; charset=utf-8", page()),
-            "/status.json": lambda: ("application/json", self._rendered(_status_json)),
+            "/status.json": lambda: (
+                "application/json",
+                self._rendered("/status.json", lambda job: json.dumps(job.to_json()).encode()),
+            ),
             METRICS: lambda: ("text/plain; version=0.0.4; charset=utf-8", self._metrics()),
             "/healthz": lambda: ("text/plain; charset=utf-8", self._health()),
         }
 
-    def _rendered(self, render: Callable[[Overview], bytes]) -> bytes:
+    def _rendered(self, path: str, render: Callable[[Overview], bytes]) -> bytes:
         """Render the overview, once for all requests that get the same one."""
         overview = self.overview()
-        known = self._bodies.get(render.__name__)
-        if known is None or known[0] is not overview:
-            known = self._bodies[render.__name__] = overview, render(overview)
-        return known[1]
+        if path not in self._bodies or self._bodies[path][0] is not overview:
+            self._bodies[path] = overview, render(overview)
+        return self._bodies[path][1]
 
     def _health(self) -> bytes:
         """Whether this SMP works; no other is asked. It takes the store's lock, so a stuck SMP does not answer."""
@@ -148,7 +150,7 @@ class Web:
     def _metrics(self) -> bytes:
         """Only some SMPs ask all others. If every scraped one did, requests would grow as the square of the nodes."""
         if sees_the_job(self._smp.inventory()):
-            return self._rendered(self._metrics_of_job)
+            return self._rendered(METRICS, self._metrics_of_job)
         return exposition(self._smp.owner.job, take_status(self._smp), None)
 
     def _metrics_of_job(self, overview: Overview) -> bytes:
@@ -160,10 +162,6 @@ class Web:
         """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
-
-
-def _status_json(overview: Overview) -> bytes:
-    return json.dumps(overview.to_json()).encode()
 
 
 @cache

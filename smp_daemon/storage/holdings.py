@@ -337,7 +337,7 @@ class Holdings:
         slot.state = SlotState.SEALED
         self._records[key] = record
         self._unverified[key] = {index for index in range(len(record.digests)) if record.unit(index)[1]}
-        self.unverified_bytes += _bytes_of(record)
+        self.unverified_bytes += sum(record.unit(index)[1] for index in self._unverified[key])
         failpoint("adopt.slot", key.snapshot.step)
 
     def pool(self, key: Key) -> SlotPool:
@@ -393,10 +393,6 @@ def _key_of(record: Record) -> Key:
     if isinstance(record, ShardRecord):
         return ShardKey(record.snapshot, record.coord)
     return ParityKey(record.snapshot, record.group, record.position)
-
-
-def _bytes_of(record: Record) -> int:
-    return record.bytes if isinstance(record, ShardRecord) else sum(record.lengths)
 
 
 def _fits(record: Record, length: int) -> bool:
