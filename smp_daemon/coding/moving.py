@@ -233,10 +233,8 @@ class Monitor:
                 text = "groups could not be regrouped; this is retried while it is needed: %s"
                 self._episodes.begin("regroup", text, error)
 
-    def regroup(self, *, still: bool = False) -> Regrouping | None:
+    def regroup(self, *, still: bool = False) -> None:
         """Regroup if nodes are missing or leaving. Blocks until that is complete; one regrouping runs at a time.
-
-        Returns what was done; None: nothing.
 
         Args:
             still: the trainers that are connected hold still until this is done, and end then. Without that nothing is
@@ -246,14 +244,14 @@ class Monitor:
             HoldfastError: the regrouping failed. Nothing that was held is lost.
         """
         with self._regrouping_lock:
-            return self._regroup(still)
+            self._regroup(still)
 
-    def _regroup(self, still: bool) -> Regrouping | None:
+    def _regroup(self, still: bool) -> None:
         store = self._store
         with store.changed:
             layouts = [layout for layout in store.arena.layouts.values() if layout.epoch == store.state.epoch]
         if not layouts:
-            return None
+            return
         self._enlist_spares()
         addresses = {*addresses_of(layouts), *self._spares}
         inventories = gather_inventories(store.job, sorted(addresses), layouts, self._network)
@@ -262,12 +260,12 @@ class Monitor:
             self._episodes.begin("declined", text, level=logging.INFO)
             self._declined += 1
             failpoint("regroup.declined", self._declined)
-            return None
+            return
         self._episodes.end("declined", "no trainer is connected any more")
         present = [inventory for inventory in inventories if inventory.epoch == store.state.epoch]
         regrouping = plan_regroup(own_inventories(present, store.state.run))
         if regrouping is None:
-            return None
+            return
         extra = about(regrouping.snapshot, revision=regrouping.layout.revision)
         log.warning("regrouping for %s on %s", regrouping.snapshot, ", ".join(regrouping.nodes), extra=extra)
         failpoint("regroup.planned", regrouping.snapshot.step)
@@ -277,7 +275,6 @@ class Monitor:
             # that protects the snapshot until the new one is whole on every node. So whichever node fails, and when,
             # either the old groups can still lose what they could, or the new ones can.
             self._everywhere(regrouping, phase(job=store.job, epoch=store.state.epoch, sources=sources, layout=layout))
-        return regrouping
 
     def _enlist_spares(self) -> None:
         for address in sorted(self._spares):
