@@ -313,9 +313,12 @@ class PeerConversation:
         self._accumulates = False
 
     def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Outbound, memoryview | None]:
-        if payload and (message.get("op") != "accumulate" or payload > self._store.state.longest_unit()):
-            stream.close()  # that is no unit of this job's
-            raise ProtocolError(f"{payload} raw bytes with the operation {message.get('op')!r}")
+        op, longest = message.get("op"), self._store.state.longest_unit() if payload else 0
+        if payload > longest or (payload and op != "accumulate"):
+            stream.close()
+            raise ProtocolError(
+                f"{payload} raw bytes with the operation {op!r}; units of this job have at most {longest}"
+            )
         try:
             request: messages.PeerBulk = messages.read_peer_bulk(message)
         except ProtocolError:

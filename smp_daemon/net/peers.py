@@ -192,7 +192,7 @@ class PeerClient:
     def _tell(self, member: Node, request: messages.ParityDone, failed: Callable[[str], None]) -> None:
         try:
             self.ask(member.control, request, NOTIFY_DEADLINE_S, starting=True)
-        except HoldfastError as error:
+        except (HoldfastError, ValueError) as error:  # gRPC raises `ValueError` for a channel that is closed
             with self._lock:
                 if not self._channels:
                     return  # closed meanwhile
