@@ -177,6 +177,15 @@ def test_the_trainer_takes_nothing_that_the_smp_holds_or_writes(shm: Path) -> No
     assert place.trainer.change(name, sealed(FIRST), taken(1))
 
 
+def test_what_the_smp_holds_is_not_released(shm: Path) -> None:
+    place = Place(shm / "a", FIRST)
+    slot = place.slot(FIRST)
+    for holds, state in ((True, SlotState.SEALED), (False, SlotState.FREE)):
+        assert place.pool.hold(slot, holds)
+        place.arena.release([], before=SECOND)
+        assert slot.state is state
+
+
 def test_what_the_smp_held_when_it_died_may_be_taken_again(shm: Path) -> None:
     place = Place(shm / "a", FIRST)
     assert place.pool.hold(place.slot(FIRST))
