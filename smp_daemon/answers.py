@@ -112,7 +112,7 @@ class TrainerConversation:
         if self._lender is not None:
             self._lender.close()
         if self._greeted:
-            self._smp.trainer_left()
+            self._smp.count_trainers(-1)
 
     def _hello(self, request: messages.Hello) -> messages.Greeted:
         if request.job != self._store.job:
@@ -125,7 +125,7 @@ class TrainerConversation:
             self._check_room()
         if not self._greeted:
             self._greeted = True
-            self._smp.trainer_came()
+            self._smp.count_trainers(1)
         row = None
         if request.coord is not None:
             self._coord = request.coord

@@ -173,15 +173,10 @@ class Core:
         self.impaired[part] = how
         log.error(how)
 
-    def trainer_came(self) -> None:
-        """A trainer has connected."""
+    def count_trainers(self, change: int) -> None:
+        """A trainer has connected (1), or its connection has ended (-1)."""
         with self.store.changed:
-            self.trainers += 1
-
-    def trainer_left(self) -> None:
-        """A trainer's connection has ended."""
-        with self.store.changed:
-            self.trainers -= 1
+            self.trainers += change
             self._trained_s = self.system.monotonic()
 
     @property
