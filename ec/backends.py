@@ -26,9 +26,6 @@ LOOKUP_BYTES = 1 << 20
 PIECE_BYTES = 1 << 30
 """Longer buffers are processed in pieces of this size, because lengths are C ints in ISA-L."""
 
-XOR_ALIGNMENT = 64
-"""Alignment that `xor_gen`'s vector instructions need, in bytes. Other buffers go through `ec_encode_data`."""
-
 TABLE_BYTES = 32
 """ISA-L expands each factor to a table of this size."""
 
@@ -43,18 +40,9 @@ class NumpyKernel:
     def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
         for row, out in zip(matrix, outs, strict=True):
             result = as_array(out)
-            operands = [(int(factor), source) for factor, source in zip(row, sources, strict=True) if factor]
-            if not operands:
-                result[:] = 0
-                continue
-            for done, (factor, source) in enumerate(operands):
-                if done:
-                    _add(result, factor, source)
-                elif factor == 1:
-                    np.copyto(result, as_array(source))
-                else:
-                    result[:] = 0
-                    _add(result, factor, source)
+            result[:] = 0
+            for factor, source in zip(row, sources, strict=True):
+                _add(result, int(factor), source)
 
     def add(self, column: Sequence[int], source: Buffer, outs: Sequence[Buffer]) -> None:
         for factor, out in zip(column, outs, strict=True):
@@ -123,14 +111,8 @@ class IsalKernel:
 
     def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
         rows, columns = matrix.shape
-        factors = matrix.tobytes()
         length, addresses = outs[0].nbytes, _addresses(sources, outs)
-        is_plain_sum = rows == 1 and columns > 1 and factors == b"\1" * columns
-        if is_plain_sum and length <= PIECE_BYTES and _aligned(addresses):
-            if self._library.xor_gen(columns + 1, length, _pointers(addresses)):
-                raise RuntimeError("xor_gen refused its arguments")
-            return
-        tables = self._tables(factors, rows, columns)
+        tables = self._tables(matrix.tobytes(), rows, columns)
         for start in range(0, length, PIECE_BYTES):
             self._library.ec_encode_data(
                 min(PIECE_BYTES, length - start),
@@ -198,8 +180,6 @@ def _bind(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ec_encode_data.restype = None
     library.ec_encode_data_update.argtypes = [number, number, number, number, pointer, pointer, pointer]
     library.ec_encode_data_update.restype = None
-    library.xor_gen.argtypes = [number, number, pointer]
-    library.xor_gen.restype = number
     return library
 
 
@@ -226,13 +206,6 @@ def _address(buffer: Buffer) -> int:
     if buffer.readonly:
         return int(as_array(buffer).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # faster, but only for writable memory
-
-
-def _aligned(addresses: Sequence[int]) -> bool:
-    bits = 0
-    for address in addresses:
-        bits |= address
-    return bits % XOR_ALIGNMENT == 0
 
 
 def _pointers(addresses: Sequence[int], offset: int = 0) -> ctypes.Array[ctypes.c_void_p]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.ec import Codec, choose_codec
-from holdfast.ec.backends import TABLE_BYTES, IsalKernel, NumpyKernel, load
+from holdfast.ec.backends import TABLE_BYTES, IsalKernel, load
 from holdfast.ec.codec import Buffer, Kernel, as_array
 from holdfast.ec.matrix import Matrix
 from tests.deadlines import DEADLINE_S
@@ -51,7 +51,6 @@ VARIANTS = {
     "avx512_gfni": (*AVX512, "gfni"),
 }
 """ISA-L's loops by instruction set, with the processor flags that they need."""
-XOR_VARIANTS = ("base", "sse", "avx", "avx512")
 
 
 class Enclosure:
@@ -206,22 +205,6 @@ class Variant(IsalKernel):
         return tables
 
 
-class XorVariant(NumpyKernel):
-    """ISA-L's XOR for one instruction set; unaligned buffers are left to NumPy."""
-
-    def __init__(self, variant: str) -> None:
-        self._xor_gen = getattr(library(), f"xor_gen_{variant}")
-        self._xor_gen.argtypes = library().xor_gen.argtypes
-
-    def combine(self, matrix: Matrix, sources: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
-        assert (matrix == 1).all()
-        buffers = [*sources, *outs]
-        if any(address(buffer) % ALIGNMENT for buffer in buffers):
-            super().combine(matrix, sources, outs)
-        else:
-            assert self._xor_gen(len(buffers), outs[0].nbytes, pointers(buffers)) == 0
-
-
 class Careless(IsalKernel):
     """Makes one mistake per call."""
 
@@ -245,10 +228,8 @@ class Careless(IsalKernel):
 def main(loop: str, variant: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    if loop == "xor_gen":
-        walk(XorVariant(variant), PLAIN_SUMS, ("start", "aligned"))
-    elif loop == "ec_encode_data":
-        walk(Variant(variant), CODES, PLACES)
+    if loop == "ec_encode_data":
+        walk(Variant(variant), (*CODES, *PLAIN_SUMS), PLACES)
     elif loop == "careless":
         walk(Careless(variant), CODES, PLACES)
     else:
@@ -294,13 +275,6 @@ def test_no_operation_leaves_its_units() -> None:
 def test_no_variant_of_the_general_loops_leaves_its_units(variant: str) -> None:
     skip_unless_there_is(f"ec_encode_data_{variant}", variant)
     ended = walked("ec_encode_data", variant)
-    assert ended.returncode == 0, str(ended)
-
-
-@pytest.mark.parametrize("variant", XOR_VARIANTS)
-def test_no_variant_of_the_plain_sum_leaves_its_units(variant: str) -> None:
-    skip_unless_there_is(f"xor_gen_{variant}", variant)
-    ended = walked("xor_gen", variant)
     assert ended.returncode == 0, str(ended)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.pyeclib_codec import codec_of
 from holdfast.ec import Codec, backends, choose_codec, describe_auto
-from holdfast.ec.backends import XOR_ALIGNMENT, IsalKernel
+from holdfast.ec.backends import IsalKernel
 from tests.deadlines import DEADLINE_S
 
 ODD_UNIT = 4097
@@ -35,9 +35,8 @@ def encode(codec: Codec, data: Sequence[bytes]) -> list[bytes]:
     return [bytes(unit) for unit in parity]
 
 
-def mapped(length: int, start: int = 0) -> memoryview:
-    """Memory that begins `start` bytes into a page."""
-    return memoryview(mmap.mmap(-1, start + length))[start:]
+def mapped(length: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, length))
 
 
 @pytest.fixture
@@ -205,29 +204,6 @@ class Listening:
 
 
 class TestHowIsalIsCalled:
-    @pytest.mark.parametrize(
-        ("k", "m", "start", "loop"),
-        [
-            (3, 1, 0, "xor_gen"),
-            (3, 1, XOR_ALIGNMENT, "xor_gen"),
-            (3, 1, 1, "ec_encode_data"),
-            (3, 1, XOR_ALIGNMENT // 2, "ec_encode_data"),
-            (1, 1, 0, "ec_encode_data"),
-            (3, 2, 0, "ec_encode_data"),
-        ],
-    )
-    def test_a_plain_sum_of_aligned_units_takes_the_loop_made_for_it(
-        self, k: int, m: int, start: int, loop: str
-    ) -> None:
-        library: Any = Listening(backends.load()._library)
-        units = [mapped(ODD_UNIT, start) for _ in range(k + m)]
-        data = random_units(k, ODD_UNIT)
-        for unit, value in zip(units, data, strict=False):
-            unit[:] = value
-        Codec(k, m, IsalKernel(library)).encode(units[:k], units[k:])
-        assert [name for name in library.called if name != "ec_init_tables"] == [loop]
-        assert [bytes(unit) for unit in units[k:]] == encode(choose_codec(k, m, "numpy"), data)
-
     @pytest.mark.parametrize("piece_bytes", [1, 63, 64, 4096, ODD_UNIT])
     @pytest.mark.parametrize(("k", "m"), [(1, 2), (3, 1), (3, 2)])
     def test_units_too_long_for_one_call_are_worked_on_in_pieces(
@@ -250,7 +226,7 @@ class TestHowIsalIsCalled:
         assert [bytes(unit) for unit in parity.values()] == [bytes(length)] * m
         pieces = -(-length // piece_bytes)
         assert library.called.count("ec_encode_data_update") == k * pieces
-        assert library.called.count("ec_encode_data") + library.called.count("xor_gen") == pieces
+        assert library.called.count("ec_encode_data") == pieces
 
 
 def run_in_threads(count: int, work: Callable[[int], None]) -> None:
