@@ -30,6 +30,7 @@ file before it changes the epoch there, and never writes to it again.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -40,7 +41,7 @@ import numpy as np
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.records import PART, not_written
-from holdfast.smp_daemon.shared.system import MACHINE, Files
+from holdfast.smp_daemon.shared.system import MACHINE, Files, opened
 
 WORDS = 16
 """The epoch and the outcomes of the newest snapshots, written by the SMP."""
@@ -96,34 +97,28 @@ class Board:
 
     def __init__(self, path: Path, *, create: bool = False, files: Files = MACHINE) -> None:
         """Map the board. Raises `ProtocolError` if the file at `path` is not a board of this user; `ArenaTooSmall` if
-        there is no memory to create one."""
+        one cannot be created."""
         self._path = path
         self._files = files
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + NODE_WORDS) * 8
         try:
-            fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+            with opened(path, os.O_RDWR | (os.O_CREAT if create else 0), files) as fd:
+                if create:
+                    files.ftruncate(fd, length)  # a damaged one gets the right length
+                    files.posix_fallocate(fd, 0, length)  # on a full file system the first store would raise SIGBUS
+                status = files.fstat(fd)
+                if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != files.getuid():
+                    raise OSError(errno.EINVAL, f"{status.st_size} bytes, owned by user {status.st_uid}")
+                mapped = files.map(fd, length)
         except OSError as error:
+            if create:
+                raise not_written(path, error) from error
             raise ProtocolError(
                 f"{path} is not a board: {error.strerror}: end this node's SMP with `holdfast smp stop`; the next one "
                 "makes another"
             ) from error
-        try:
-            if create:
-                files.ftruncate(fd, length)  # a damaged one gets the right length
-                files.posix_fallocate(fd, 0, length)  # on a full file system the first store would raise SIGBUS
-            status = files.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_size < length or status.st_uid != files.getuid():
-                raise ProtocolError(
-                    f"{path} is not a board: {status.st_size} bytes, owned by user {status.st_uid}: end this node's "
-                    "SMP with `holdfast smp stop`; the next one makes another"
-                )
-            mapped = files.map(fd, length)
-            mapped.madvise(mmap.MADV_DONTDUMP)
-            words = np.frombuffer(mapped, dtype=np.int64)
-        except OSError as error:
-            raise not_written(path, error) from error
-        finally:
-            files.close(fd)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+        words = np.frombuffer(mapped, dtype=np.int64)
         pauses, heartbeats = WORDS, WORDS + PAUSE_WORDS
         self._words, self._pauses = words[:pauses], words[pauses:heartbeats]
         self._heartbeats, self._node = words[heartbeats:-NODE_WORDS], words[-NODE_WORDS:]

@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.memory import available_bytes, memory_bytes
-from holdfast.smp_daemon.shared.system import MACHINE, Files
+from holdfast.smp_daemon.shared.system import MACHINE, Files, opened
 
 PART_BYTES = 16 << 20
 """Bytes of the reserve that are zeroed by one call. Who takes memory from the reserve meanwhile waits until it ends."""
@@ -162,11 +162,8 @@ class Budget:
 
     def reserve_part(self, start: int, count: int) -> None:
         """Have the kernel zero a part of the file. The owner's lock is not needed. Raises `OSError`."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with opened(self._path, os.O_RDWR | os.O_CREAT) as fd:
             os.posix_fallocate(fd, start, count)
-        finally:
-            os.close(fd)
 
     def _trim(self) -> None:
         if self._path.exists() and self._path.stat().st_size > self.held:
@@ -192,15 +189,9 @@ def wipe(view: memoryview) -> None:
 
 def wipe_file(path: Path, count: int | None = None, files: Files = MACHINE) -> None:
     """Overwrite a file, or its first `count` bytes, with zeros. Harmless if it does not exist."""
-    try:
-        fd = files.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return
-    try:
+    with suppress(FileNotFoundError), opened(path, os.O_RDWR, files) as fd:
         if length := files.fstat(fd).st_size:
             mapped = files.map(fd, length)
             with memoryview(mapped) as view:
                 wipe(view[:count])
             mapped.close()
-    finally:
-        files.close(fd)

@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_RECORD_BYTES
 from holdfast.smp_daemon.shared.plain import Count, Unsigned, decode_digested, encode_digested
-from holdfast.smp_daemon.shared.system import MACHINE, Files
+from holdfast.smp_daemon.shared.system import MACHINE, Files, opened
 
 PART = ".part"
 """Suffix of the name of a file that is still being written."""
@@ -143,18 +143,15 @@ def read_json(path: Path, files: Files = MACHINE) -> Any | None:
         ProtocolError: the file is damaged: too large, a link, not a regular file, unreadable, or not what was written.
     """
     try:
-        fd = files.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with opened(path, os.O_RDONLY | os.O_NONBLOCK, files) as fd:
+            status = files.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
+                raise ProtocolError(f"{path} is not a regular file, or is larger than {MAX_RECORD_BYTES} bytes")
+            content = files.read(fd, status.st_size)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ProtocolError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        status = files.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_RECORD_BYTES:
-            raise ProtocolError(f"{path} is not a regular file, or is larger than {MAX_RECORD_BYTES} bytes")
-        content = files.read(fd, status.st_size)
-    finally:
-        files.close(fd)
     try:
         return decode_digested(content)
     except ProtocolError as error:

@@ -17,6 +17,7 @@ from typing import Self
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, SCRATCH, arena_base
+from holdfast.smp_daemon.shared.system import opened
 
 EMPTY_AGE_S = 60.0
 """How old an empty folder must be to count as abandoned: a younger one may be about to be locked."""
@@ -79,19 +80,14 @@ def is_abandoned(folder: Path) -> bool:
     """Whether this user's process that made a scratch folder has ended: its lock is free, and it is not about to be
     locked."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as lock:
+            status = os.fstat(lock)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                return False  # a folder of that name which no command made
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return any(os.scandir(folder)) or time.time() - status.st_mtime > EMPTY_AGE_S
     except OSError:
-        return False  # it was just removed, or is another user's
-    try:
-        status = os.fstat(lock)
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            return False  # a folder of that name which no command made
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return any(os.scandir(folder)) or time.time() - status.st_mtime > EMPTY_AGE_S
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
+        return False  # its command runs, or it was just removed, or it is another user's
 
 
 def find_abandoned(base: Path) -> Iterator[Path]:

@@ -39,7 +39,7 @@ from holdfast.smp_daemon.shared.paths import (
 )
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.processes import await_end, own_command, start_ticks
-from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System, remove_tree
+from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System, opened, remove_tree
 from holdfast.smp_daemon.shared.uids import peer_of
 
 START_DEADLINE_S = 120.0
@@ -187,12 +187,9 @@ def launch(command: Sequence[str], deadline_s: float, processes: Processes = MAC
 @contextmanager
 def _locked(directory: Path, how: int, files: Files = MACHINE) -> Iterator[None]:
     """Hold a lock on the directory itself, so that no lock file stays behind. Raises `OSError`."""
-    fd = files.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY, files) as fd:
         files.flock(fd, how)
         yield
-    finally:
-        files.close(fd)
 
 
 def smp_command(job: str, node: str, arena: Path, host: str, module: str = "holdfast.smp_daemon") -> list[str]:

@@ -15,7 +15,9 @@ import queue
 import secrets
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from socket import socket as Socket
 from time import monotonic, sleep, time
 from typing import Any
@@ -124,3 +126,14 @@ class System(Network, Files, Processes):
 
 MACHINE = System()
 """This machine. The one instance needed, as it has no state."""
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], flags: int, files: Files = MACHINE) -> Iterator[int]:
+    """The descriptor of a file or directory that is no link, as long as the block runs. A new file is closed to others.
+    Raises `OSError`."""
+    fd = files.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield fd
+    finally:
+        files.close(fd)

@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import SlotFile
 from holdfast.smp_daemon.shared.owners import BUSY, Owners, choices, in_words, taken
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import System, opened
 
 BUSY_S = 0.2
 """How long `take` waits for a slot that the SMP writes, in seconds: it repairs a unit, or wipes a part, in
@@ -159,19 +159,16 @@ class TrainerSlots:
         if Path(name).name != name:
             raise ProtocolError(f"{name!r} is not a file of the arena")
         try:
-            fd = files.open(self._arena / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with opened(self._arena / name, os.O_RDWR, files) as fd:
+                status = files.fstat(fd)
+                if status.st_ino != inode:
+                    raise FileNotFoundError
+                if status.st_size != length or length < 1:
+                    raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
+                mapped = files.map(fd, length)
         except FileNotFoundError as error:
             raise StaleEpoch(f"the slot {name} was taken away before it was opened") from error
         except OSError as error:
-            raise ProtocolError(f"{name!r} is not a file of the arena: {error.strerror}") from error
-        try:
-            status = files.fstat(fd)
-            if status.st_ino != inode:
-                raise StaleEpoch(f"the slot {name} was taken away before it was opened")
-            if status.st_size != length or length < 1:
-                raise ProtocolError(f"the slot {name} has {status.st_size} bytes, not {length}")
-            mapped = files.map(fd, length)
-        finally:
-            files.close(fd)
+            raise ProtocolError(f"{name!r} is not a file of the arena that can be mapped: {error.strerror}") from error
         mapped.madvise(mmap.MADV_DONTDUMP)
         return mapped
