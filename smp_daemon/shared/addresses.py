@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from contextlib import suppress
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_HOSTS, MAX_PORT
@@ -71,10 +72,10 @@ def parse_spares(text: str) -> tuple[Address, ...]:
     """Addresses of SMPs from ``"10.0.0.7:4711,10.0.0.8:4711"``; an empty text gives none. Raises `ConfigError`."""
     found = []
     for part in filter(None, text.split(",")):
-        host, _, port = part.strip().rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) <= MAX_PORT:
+        at = _host_and_port(part.strip())
+        if at is None or not at[0]:
             raise ConfigError(f"{part!r} is not an address of an SMP: say HOST:PORT, as `holdfast status` shows it")
-        found.append((host, int(port)))
+        found.append(at)
     return tuple(found)
 
 
@@ -84,12 +85,10 @@ def parse_standby(text: str) -> Address | None:
     Raises:
         ConfigError: the text is none of these.
     """
-    if not text:
-        return None
-    host, colon, port = text.rpartition(":")
-    if not port.isdigit() or not 0 < int(port) <= MAX_PORT or bool(host) != bool(colon):
+    at = _host_and_port(text)
+    if text and at is None:
         raise ConfigError(f"{text!r}: give a port from 1 to {MAX_PORT}, or on a standby node HOST:PORT of rank 0")
-    return host, int(port)
+    return at
 
 
 def parse_http(text: str) -> Address | None:
@@ -102,11 +101,15 @@ def parse_http(text: str) -> Address | None:
         return None
     if text == "auto":
         return LOOPBACK, 0
-    host, colon, port = text.rpartition(":")
-    try:
-        ipaddress.IPv4Address(host if colon else LOOPBACK)
-        if port.isdigit() and 0 < int(port) <= MAX_PORT:
-            return host or LOOPBACK, int(port)
-    except ValueError:
-        pass
+    if (at := _host_and_port(text)) is not None:
+        with suppress(ValueError):
+            return str(ipaddress.IPv4Address(at[0] or LOOPBACK)), at[1]
     raise ConfigError(f"{text!r}: give a port from 1 to {MAX_PORT}, ADDRESS:PORT, auto or off")
+
+
+def _host_and_port(text: str) -> Address | None:
+    """Of ``HOST:PORT``, or of ``PORT`` with an empty host; None if it is neither."""
+    host, colon, port = text.rpartition(":")
+    if not port.isdigit() or not 0 < int(port) <= MAX_PORT or bool(host) != bool(colon):
+        return None
+    return host, int(port)

@@ -8,6 +8,7 @@ names a variable that is not here, or if nothing reads one that is.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -142,6 +143,20 @@ def whole(least: int, most: int | None = None) -> ValueKind[int]:
     return ValueKind("N", read)
 
 
+def time(least_s: float = 0.0, most_s: float = math.inf) -> ValueKind[float]:
+    """A time. Beyond these limits, in seconds, it is a slip in the unit."""
+
+    def read(text: str) -> float:
+        seconds = parse_time(text)
+        if seconds < least_s:
+            raise ConfigError(f"{text!r}: give {duration(least_s)} or more")
+        if seconds > most_s:
+            raise ConfigError(f"{text!r}: give {duration(most_s)} or less")
+        return seconds
+
+    return ValueKind("TIME", read)
+
+
 def choice(*words: str) -> ValueKind[str]:
     """One of some words, of which the empty one is not shown."""
     shown = [word for word in words if word]
@@ -175,13 +190,6 @@ def _fraction(text: str) -> float:
     return fraction
 
 
-def _grace(text: str) -> float:
-    seconds = parse_time(text)
-    if seconds > MOST_GRACE_S:
-        raise ConfigError(f"{text!r} is longer than {duration(MOST_GRACE_S)}: give less")
-    return seconds
-
-
 def _signals(text: str) -> tuple[signal.Signals, ...]:
     try:
         found = tuple(
@@ -192,13 +200,6 @@ def _signals(text: str) -> tuple[signal.Signals, ...]:
     if {signal.SIGKILL, signal.SIGSTOP}.intersection(found):
         raise ConfigError(f"{text!r}: no process hears KILL or STOP: leave them out")
     return found
-
-
-def _mtbf(text: str) -> float:
-    seconds = parse_time(text)
-    if not seconds:
-        raise ConfigError(f"{text!r}: give more than 0")
-    return seconds
 
 
 def _every(text: str) -> int | Literal["auto"]:
@@ -212,13 +213,6 @@ def _require(text: str) -> int:
         raise ConfigError(f"{text!r}: say snapshot, or the step that a start may not go back behind") from None
 
 
-def _interval(text: str) -> float:
-    seconds = parse_time(text)
-    if seconds < LEAST_PERSIST_S:
-        raise ConfigError(f"{text!r}: give {duration(LEAST_PERSIST_S)} or more")
-    return seconds
-
-
 def _links(text: str) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // 16)) if text == "auto" else whole(1, MAX_LINKS).read(text)
 
@@ -227,18 +221,12 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
-MOST_GRACE_S = 3600.0
-"""Longest grace that may be asked for, in seconds; more is a slip in the unit."""
-LEAST_PERSIST_S = 0.1
-"""Shortest interval between two persisted snapshots, in seconds; less is a slip in the unit."""
-
 TEXT: ValueKind[str] = ValueKind("TEXT", str)
 NAME: ValueKind[str] = ValueKind("NAME", str)
 FILE: ValueKind[str] = ValueKind("FILE", str)
 SWITCH = ValueKind("0|1", _switch)
 SIZE = ValueKind("SIZE", parse_size)
 RATE = ValueKind("RATE", parse_rate)
-TIME = ValueKind("TIME", parse_time)
 
 
 # ---------------------------------------------------------------------- the table
@@ -295,7 +283,7 @@ OVERHEAD_BUDGET = Setting(
 MTBF = Setting(
     TRAINERS,
     "HOLDFAST_MTBF",
-    or_none(ValueKind("TIME", _mtbf)),
+    or_none(time(least_s=1.0)),
     "",
     "Mean time between failures of one node, such as 1000d, unless this job has failed more often.",
     shown="435 days",
@@ -460,7 +448,7 @@ SCRUB = Setting(
 REGROUP_AFTER = Setting(
     THE_SMP,
     "HOLDFAST_REGROUP_AFTER",
-    TIME,
+    time(),
     "30s",
     "How long a node may be missing, with no trainer connected, before the survivors regroup without it; 0: they never "
     "do.",
@@ -484,7 +472,7 @@ ON_HANG = Setting(
 GRACE = Setting(
     THE_SMP,
     "HOLDFAST_GRACE",
-    ValueKind("TIME", _grace),
+    time(most_s=3600.0),
     "25s",
     "Longest time after SIGTERM for moving what the node holds to other nodes before the SMP ends; 0: it ends at once.",
 )
@@ -522,7 +510,7 @@ PERSIST = Setting(
 PERSIST_EVERY = Setting(
     STORAGE,
     "HOLDFAST_PERSIST_EVERY",
-    ValueKind("TIME", _interval),
+    time(least_s=0.1),
     "30min",
     "How often snapshots are written there at most, such as 90s, 30min or 2h.",
 )

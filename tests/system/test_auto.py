@@ -71,7 +71,7 @@ def test_a_wrong_mtbf_or_interval_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon'"):
         Options(job="job", every="auto")
     monkeypatch.setenv(MTBF.variable, "0s")
-    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: '0s': give more than 0"):
+    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: '0s': give 1 s or more"):
         Options(job="job", every="auto")
     monkeypatch.setenv(EVERY.variable, "sometimes")
     with pytest.raises(ConfigError, match="HOLDFAST_EVERY: 'sometimes'"):
