@@ -176,7 +176,7 @@ class _News:
             messages, buffer = parse_lines(buffer + data)
             with self._changed:
                 for message in messages:
-                    self._newest = JobAttempt.from_message(message)
+                    self._newest = JobAttempt(*message["attempt"])
                 # A kernel of NCCL waits for a rank that is gone until somebody aborts it; gloo sees by itself. Under
                 # the lock, or this might hit the process groups of the attempt that is taken meanwhile.
                 if self._newest is not self.attempt and _uses_nccl():

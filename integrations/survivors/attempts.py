@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from holdfast.smp_daemon.shared.errors import ProtocolError
 
@@ -31,8 +31,7 @@ ATTEMPTS = 101
 """Attempts where no torchrun sets a limit: as many as of a worker group under Ray."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobAttempt:
+class JobAttempt(NamedTuple):
     """One attempt, and where its store is. An empty `host`: there is no launcher, and the job makes its own store."""
 
     number: int
@@ -55,13 +54,6 @@ class JobAttempt:
         if started.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0":
             said["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"  # abort communicators, but do not end the process
         return said
-
-    def to_line(self) -> bytes:
-        return to_line({"attempt": self.number, "host": self.host, "port": self.port})
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Self:
-        return cls(message["attempt"], message["host"], message["port"])
 
 
 def to_line(message: Mapping[str, Any]) -> bytes:
@@ -92,20 +84,15 @@ class JobPlace:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """What the launcher said, of which `hindrance` has found nothing to be missing."""
-        start = f"{environment.get('TORCHELASTIC_RUN_ID', '')} {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        limit = _attempts_left(environment)
-        told = {name: environment[name] for name in PLACE if name in environment}
-        if "RANK" not in environment:
-            return cls(0, 1, "", 0, False, start, limit, told)
         return cls(
-            int(environment["RANK"]),
-            int(environment["WORLD_SIZE"]),
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            start,
-            limit,
-            told,
+            rank=int(environment.get("RANK", "0")),
+            world=int(environment.get("WORLD_SIZE", "1")),
+            host=environment.get("MASTER_ADDR", ""),
+            port=int(environment.get("MASTER_PORT", "0")),
+            agents_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            start=f"{environment.get('TORCHELASTIC_RUN_ID', '')} {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            limit=_attempts_left(environment),
+            told={name: environment[name] for name in PLACE if name in environment},
         )
 
 

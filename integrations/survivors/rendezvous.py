@@ -1,7 +1,7 @@
 """Where supervisors meet: a process beside rank 0's supervisor counts attempts, and hosts the store of each.
 
 Supervisors send lines of JSON: ``{"start", "rank", "node", "told"}`` first, then ``{"lost": number}`` or ``{"done":
-number}`` of their trainer, and ``{"leaves": true}`` as they end. They are sent ``{"attempt": number, "host", "port"}``
+number}`` of their trainer, and ``{"leaves": true}`` as they end. They are sent ``{"attempt": [number, host, port]}``
 when they come and whenever an attempt begins, ``{"end": true}`` when all have finished, and ``{"over": true}`` when no
 other attempt will follow. Whoever reads the end of the stream knows that, too.
 
@@ -14,6 +14,7 @@ A store is closed as its attempt ends, so that whoever waits in it goes on.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -27,7 +28,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from holdfast.integrations.survivors.attempts import Attempts, JobAttempt, JobPlace, parse_lines, replacement, to_line
 from holdfast.integrations.survivors.supervisor import die_with
@@ -60,14 +61,17 @@ def join(place: JobPlace, node: str, port: int = 0) -> socket.socket:
         DeadlineExceeded: rank 0 was not there within `JOIN_DEADLINE_S`.
     """
     deadline = time.monotonic() + JOIN_DEADLINE_S
-    found = _Agent(place) if place.agents_store else None
-    if place.rank == 0:
-        own = _host(place, found, port)
-        if found is not None:
-            found.publish(own)
+    address = _host(place, port) if place.rank == 0 else (place.host, port or place.port)
+    key, store = f"holdfast survivors {place.start}", None
+    if place.agents_store:  # a client of it starts no thread
+        store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=JOIN_DEADLINE_S))
+        if place.rank == 0:
+            store.set(key, json.dumps(address))
     while True:
-        address = own if place.rank == 0 else (place.host, port or place.port) if found is None else found.published()
-        connection = _connect(address, deadline)  # what torchrun's store says may be of an earlier start
+        if store is not None:  # what it says may be of an earlier start
+            host, at = json.loads(store.get(key))
+            address = host, at
+        connection = _connect(address, deadline)
         if connection is not None:
             told = place.told
             connection.sendall(to_line({"start": place.start, "rank": place.rank, "node": node, "told": told}))
@@ -131,46 +135,29 @@ def _watch(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class _Agent:
-    """The store of torchrun's agents, in which rank 0 says where it listens. A client: it starts no thread."""
-
-    def __init__(self, place: JobPlace) -> None:
-        self._place = place
-        self._key = f"holdfast survivors {place.start}"
-        timeout = timedelta(seconds=JOIN_DEADLINE_S)
-        self._store: Store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
-
-    def own_host(self) -> str:
-        """This host's address as other hosts reach it. The agents' store may be on another host."""
-        master = self._place.host
-        try:
-            with socket.create_server((master, 0)):
-                return master
-        except OSError:
-            with socket.create_connection((master, self._place.port)) as connection:
-                return str(connection.getsockname()[0])
-
-    def publish(self, address: Address) -> None:
-        self._store.set(self._key, f"{address[1]} {address[0]}")
-
-    def published(self) -> Address:
-        port, _, host = self._store.get(self._key).decode().partition(" ")
-        return host, int(port)
+def _own_host(place: JobPlace) -> str:
+    """This host's address as other hosts reach it. The store of torchrun's agents may be on another host."""
+    try:
+        with socket.create_server((place.host, 0)):
+            return place.host
+    except OSError:
+        with socket.create_connection((place.host, place.port)) as connection:
+            return str(connection.getsockname()[0])
 
 
-def _host(place: JobPlace, agent: _Agent | None, port: int) -> Address:
+def _host(place: JobPlace, port: int) -> Address:
     """Listen, and fork the process that serves. Returns its address."""
     if not place.host:
         listening = socket.create_server(("127.0.0.1", 0))
     else:  # without an agent's store this port is rank 0's
         both = socket.has_dualstack_ipv6()
         listening = socket.create_server(
-            ("", port or (0 if agent else place.port)),
+            ("", port or (0 if place.agents_store else place.port)),
             family=socket.AF_INET6 if both else socket.AF_INET,
             dualstack_ipv6=both,
             backlog=min(place.world, 4096),
         )
-    host = agent.own_host() if agent else place.host
+    host = _own_host(place) if place.agents_store else place.host
     own = host or "127.0.0.1", listening.getsockname()[1]
     parent = os.getpid()
     if os.fork():
@@ -224,7 +211,7 @@ class Rendezvous:
             self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
             port = self._store.port
         self._attempt = JobAttempt(self._attempts.number, self._host, port)
-        self._send(self._members.values(), self._attempt.to_line())
+        self._send(self._members.values(), to_line({"attempt": self._attempt}))
 
     def serve(self) -> None:
         """Answer all who have said something; blocks until somebody does."""
@@ -296,7 +283,7 @@ class Rendezvous:
                 raise ProtocolError("no supervisor of this start")
             caller.rank, caller.node, caller.told = rank, str(message.get("node")), message.get("told", {})
             self._members[rank] = caller
-            self._send([caller], self._attempt.to_line())
+            self._send([caller], to_line({"attempt": self._attempt}))
         elif "leaves" in message:
             caller.leaves = True
         elif "lost" in message:

@@ -163,7 +163,7 @@ class Supervisor:
             data, messages = b"", []
         for message in messages:
             if "attempt" in message:
-                self._begin(JobAttempt.from_message(message))
+                self._begin(JobAttempt(*message["attempt"]))
             elif "end" in message or "over" in message:
                 data = b""
         if not data:
@@ -191,7 +191,7 @@ class Supervisor:
             self._fork(attempt)
             return
         try:
-            self._child.channel.sendall(attempt.to_line())
+            self._child.channel.sendall(to_line({"attempt": attempt}))
             self._child.due = time.monotonic() + GRACE_S
         except OSError:
             pass  # it has ended, which its pidfd says; another is then forked

@@ -80,7 +80,7 @@ def test_what_a_script_reads_before_a_standby_has_a_rank() -> None:
 
 
 def test_what_is_sent_is_read() -> None:
-    sent: list[dict[str, Any]] = [{"attempt": 1, "host": "a", "port": 2}, {"end": True}]
+    sent: list[dict[str, Any]] = [{"attempt": [1, "a", 2]}, {"end": True}]
     data = b"".join(map(to_line, sent))
     messages, rest = parse_lines(data[:-5])
     assert messages == sent[:1]
