@@ -27,56 +27,45 @@ from holdfast.snapshot.state.hidden import SAMPLED, Changing
 from holdfast.snapshot.state.values import packed, unpacked
 from holdfast.snapshot.state.walk import is_users_own, tensors_in, walk
 
-StateOf = Callable[[Any], Any]
-
 log = get_log(__name__)
 
 
-def keep_callbacks(
-    snap: InMemorySnapshot, callbacks: Iterable[Any], base: type, state_of: StateOf = lambda callback: None
-) -> Overlooked:
-    """Track modules and dicts of tensors in attributes of callbacks, unless they are captured anyway, and numbers,
-    texts, tensors and containers of these in callbacks of the user's own that say nothing of their state.
+class CallbackState:
+    """Tracks modules and dicts of tensors in attributes of callbacks, unless they are captured anyway, and numbers,
+    texts, tensors and containers of these in callbacks of the user's own that say nothing of their state. Finds other
+    tensors that callbacks change, and warns once.
 
-    Call it before the snapshot is entered. What is returned finds what else they change.
+    Make it before the snapshot is entered.
 
     Args:
         base: the framework's class of callbacks.
         state_of: returns the part of a callback's state that is captured anyway.
     """
-    held = _memory_of(snap)
-    named, own = _named(callbacks), dict[str, SubclassState]()
-    for name, callback in named.items():
-        asked = held | {memory_of(tensor) for _, tensor in _inside("", state_of(callback))}
-        if is_users_own(callback) and not state_of(callback):
-            own[name] = SubclassState(callback, base, but={attribute for attribute, _, _ in _kept(callback)})
-            snap.track(f"{name}/attributes", get=own[name].get_whole, set=own[name].put)
-        for _, place, kept in _kept(callback):
-            tensors = kept.values() if isinstance(kept, dict) else (tensor for _, tensor in _tensors_of(kept))
-            memory = {memory_of(tensor) for tensor in tensors}
-            if memory and not memory & asked:
-                held |= memory
-                snap.track(f"{name}{place}", tensors=kept, changes="after step")
-    return Overlooked(snap, named, own, state_of)
-
-
-class Overlooked:
-    """Finds tensors of callbacks that change although no snapshot holds them, and warns once.
-
-    Args:
-        own: the attributes that are captured of the callback of that name.
-        state_of: returns the part of a callback's state that is captured anyway.
-    """
 
     def __init__(
-        self, snap: InMemorySnapshot, named: dict[str, Any], own: dict[str, SubclassState], state_of: StateOf
+        self,
+        snap: InMemorySnapshot,
+        callbacks: Iterable[Any],
+        base: type,
+        state_of: Callable[[Any], Any] = lambda callback: None,
     ) -> None:
         self._snap = weakref.ref(snap)
-        self._named = named
-        self._own = own
-        self._state_of = state_of
+        self._named, self._state_of = _named(callbacks), state_of
+        self._own: dict[str, SubclassState] = {}
         self._changing = Changing(self._samples, patience=1)
         self._told = False
+        held = _memory_of(snap)
+        for name, callback in self._named.items():
+            asked, parts = held | self._asked(callback), list(_kept(callback))
+            if is_users_own(callback) and not state_of(callback):
+                own = self._own[name] = SubclassState(callback, base, but={attribute for attribute, _, _ in parts})
+                snap.track(f"{name}/attributes", get=own.get_whole, set=own.put)
+            for _, place, kept in parts:
+                tensors = kept.values() if isinstance(kept, dict) else (tensor for _, tensor in _tensors_of(kept))
+                memory = {memory_of(tensor) for tensor in tensors}
+                if memory and not memory & asked:
+                    held |= memory
+                    snap.track(f"{name}{place}", tensors=kept, changes="after step")
 
     def look(self) -> None:
         """A step begins. See `Changing.look`."""
@@ -95,12 +84,15 @@ class Overlooked:
             return
         held = _memory_of(snap)
         for name, callback in self._named.items():
-            asked = held | {memory_of(tensor) for _, tensor in _inside("", self._state_of(callback))}
+            asked = held | self._asked(callback)
             captured = self._own[name].names() if name in self._own else ()
             for place in vars(callback).keys() - captured:
                 for each, tensor in _inside(f"{name}.{place}", vars(callback)[place]):
                     if memory_of(tensor) not in asked and is_dense(local(tensor)):
                         yield each, elements_of(tensor, SAMPLED)
+
+    def _asked(self, callback: Any) -> set[int]:
+        return {memory_of(tensor) for _, tensor in _inside("", self._state_of(callback))}
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:

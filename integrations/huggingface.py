@@ -21,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from holdfast.integrations.accelerate import with_generator
-from holdfast.integrations.callbacks import Overlooked, SubclassState, keep_callbacks
+from holdfast.integrations.callbacks import CallbackState, SubclassState
 from holdfast.integrations.replacing import guarded
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log
@@ -123,7 +123,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._track = track
         self._options = options
         self._snap: SettledSnapshot | None = None
-        self._overlooked: Overlooked | None = None
+        self._callbacks: CallbackState | None = None
         self._history = _LogHistory()
         self._kept: SubclassState | None = None
         self._reading: Reading | None = None
@@ -144,7 +144,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._track(snap, trainer)
         self._kept = SubclassState(trainer, Trainer, trainer.args.device)
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
-        self._overlooked = keep_callbacks(snap, others, TrainerCallback, _state_of)
+        self._callbacks = CallbackState(snap, others, TrainerCallback, _state_of)
         snap.__enter__()
         self._snap = self.snapshot = snap
         if self._held is not None:
@@ -152,9 +152,9 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._held = None
-        if self._snap is not None and self._overlooked is not None:
+        if self._snap is not None and self._callbacks is not None:
             self._snap.settle()  # the first time, this restores the generators
-            self._overlooked.look()
+            self._callbacks.look()
             if self._kept is not None:
                 self._kept.check(self._snap.tracked)
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
-from holdfast.integrations.callbacks import Overlooked, keep_callbacks
+from holdfast.integrations.callbacks import CallbackState
 from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.state import rng
@@ -92,11 +92,11 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         if self._track is not None:
             self._track(snap, pl_module)
         others = [callback for callback in trainer.callbacks if callback is not self]
-        overlooked = keep_callbacks(snap, others, Callback, _state_of)
+        kept = CallbackState(snap, others, Callback, _state_of)
         with rng.undrawn():  # so that a train_dataloader() that splits data at random splits it as before
             snap.__enter__()
         self._snap, self._fit = snap, fit
-        fit.begin(overlooked)
+        fit.begin(kept)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._snap is not None and not _has_stopped_early(trainer):
@@ -151,9 +151,9 @@ class _Fit:
         """Keep the restored state until everything has been restored."""
         self._held = held
 
-    def begin(self, overlooked: Overlooked) -> None:
+    def begin(self, kept: CallbackState) -> None:
         """Replace methods of the loops, and take over what was restored."""
-        self._overlooked, replace = overlooked, self.replaced.replace
+        self._kept, replace = kept, self.replaced.replace
         for optimizer in self._trainer.optimizers:
             if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
                 replace(optimizer, "step", _closure_first)
@@ -244,7 +244,7 @@ class _Fit:
             self._at_first = rng.capture()
         self._snap.settle()
         self._at_last = rng.capture()
-        self._overlooked.look()
+        self._kept.look()
 
 
 def _has_stopped_early(trainer: Any) -> bool:

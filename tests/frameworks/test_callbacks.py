@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.hook import SettledSnapshot
-from holdfast.integrations.callbacks import Overlooked, StateOf, keep_callbacks
+from holdfast.integrations.callbacks import CallbackState
 
 
 class Callback:
@@ -56,16 +57,16 @@ class Average(Callback):
                 tensor.add_(by)
 
 
-Entered = tuple[SettledSnapshot, torch.nn.Module, torch.optim.Optimizer, Overlooked]
+Entered = tuple[SettledSnapshot, torch.nn.Module, torch.optim.Optimizer, CallbackState]
 
 
-def entered(kind: str, callbacks: list[Average], state_of: StateOf = lambda callback: None) -> Entered:
+def entered(kind: str, callbacks: list[Average], state_of: Callable[[Any], Any] = lambda callback: None) -> Entered:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optim = torch.optim.Adam(model.parameters())
     callbacks += [Average(model, kind), Average(model, kind)]
     snap = SettledSnapshot(model, optim)
-    overlooked = keep_callbacks(snap, callbacks, Callback, state_of)
+    overlooked = CallbackState(snap, callbacks, Callback, state_of)
     snap.__enter__()
     return snap, model, optim, overlooked
 
