@@ -12,9 +12,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -112,8 +111,9 @@ class MemoryWriter(StorageWriter):
             HoldfastError: a rank failed; the checkpoint before this one is still there.
         """
         tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
-        record = _SlotRecord.of(self._name, self._memory.coord, plan, list(tensors)).to_json()
-        self._memory.write(tensors, record)
+        items = [(leaf, *_described(item)) for leaf, item in zip(tensors, plan.items, strict=True)]
+        record = encode((self._name, self._memory.coord, plan.planner_data or {}, items), "checkpoint", {})
+        self._memory.write(tensors, json.dumps(record, separators=(",", ":")).encode())
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [
@@ -192,17 +192,23 @@ class MemoryReader(StorageReader):
             if first_on.get(node_of.get(plan.sources.shards.get(coord, ("", 0)), ""), "rank0") == self._memory.coord
         ]
         texts = json.dumps([self._record(coord).decode() for coord in mine]).encode()
-        records = [_SlotRecord.from_json(t) for part in self._memory.agreement.gather(texts) for t in json.loads(part)]
-        if self._name and (others := {record.name for record in records} - {self._name}):
+        records = [_read_record(t) for part in self._memory.agreement.gather(texts) for t in json.loads(part)]
+        if self._name and (others := {name for name, *_ in records} - {self._name}):
             raise ConfigError(f"the checkpoint in memory is {others.pop()!r}, not {self._name!r}")
         planner: dict[str, Any] = {}
-        metadata = Metadata({}, planner)
-        for record in sorted(records, key=lambda record: coordinate_key(record.coord)):
-            planner |= record.planner
-            for item in record.items:
-                self._places[item.metadata_index] = (record.coord, item.leaf)
-                item.add_to(metadata)
-        return metadata
+        known: dict[str, Any] = {}
+        for _, coord, flattened, items in sorted(records, key=lambda record: coordinate_key(record[1])):
+            planner |= flattened
+            for leaf, index, tensor in items:
+                self._places[index] = coord, leaf
+                if tensor is None:
+                    known[index.fqn] = BytesStorageMetadata()
+                    continue
+                whole, offsets, sizes, dtype, requires_grad = tensor
+                properties = TensorProperties(dtype=dtype, requires_grad=requires_grad)
+                chunks = known.setdefault(index.fqn, TensorStorageMetadata(properties, whole, [])).chunks
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+        return Metadata(known, planner)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the coordinator has no special role."""
@@ -272,77 +278,25 @@ class MemoryReader(StorageReader):
         return read_record(shard.view, form)
 
 
-class _Item(NamedTuple):
-    """One write item of DCP's plan, and the leaf that holds it. All but the first three are None for an object that is
-    not a tensor.
-
-    Attributes:
-        at: the index's offset and number.
-        size: size of the whole tensor.
-        chunk: offset and size of the part in the leaf.
-    """
-
-    leaf: str
-    fqn: str
-    at: tuple[torch.Size | None, int | None]
-    size: torch.Size | None = None
-    chunk: tuple[torch.Size, torch.Size] | None = None
-    dtype: torch.dtype | None = None
-    requires_grad: bool | None = None
-
-    @classmethod
-    def of(cls, leaf: str, item: WriteItem) -> _Item:
-        index, data = item.index, item.tensor_data
-        at = index.offset, index.index
-        if data is None:
-            return cls(leaf, index.fqn, at)
-        chunk, properties = (data.chunk.offsets, data.chunk.sizes), data.properties
-        return cls(leaf, index.fqn, at, data.size, chunk, properties.dtype, properties.requires_grad)
-
-    @property
-    def metadata_index(self) -> MetadataIndex:
-        return MetadataIndex(self.fqn, *self.at)
-
-    def add_to(self, metadata: Metadata) -> None:
-        """Add this item to `metadata`."""
-        known = metadata.state_dict_metadata
-        if self.chunk is None or self.size is None or self.dtype is None:
-            known[self.fqn] = BytesStorageMetadata()
-            return
-        properties = TensorProperties(dtype=self.dtype, requires_grad=bool(self.requires_grad))
-        whole = known.setdefault(self.fqn, TensorStorageMetadata(properties, self.size, []))
-        if isinstance(whole, TensorStorageMetadata):
-            whole.chunks.append(ChunkStorageMetadata(*self.chunk))
+def _described(item: WriteItem) -> tuple[Any, Any]:
+    """The index of one of DCP's write items, and what it says of a tensor: the size of the whole, offset and size of
+    this part, dtype, and whether it requires gradients; None: it is another object."""
+    index, data = item.index, item.tensor_data
+    at = index.fqn, index.offset, index.index
+    if data is None:
+        return at, None
+    chunk, properties = data.chunk, data.properties
+    return at, (data.size, chunk.offsets, chunk.sizes, properties.dtype, properties.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class _SlotRecord:
-    """A slot's description of its content: the checkpoint's id, the coordinate whose part it is, its items, and how
-    DCP's planner flattened the state."""
-
-    name: str
-    coord: str
-    items: tuple[_Item, ...]
-    planner: dict[str, Any]
-
-    @classmethod
-    def of(cls, name: str, coord: str, plan: SavePlan, leaves: list[str]) -> _SlotRecord:
-        items = tuple(_Item.of(leaf, item) for leaf, item in zip(leaves, plan.items, strict=True))
-        return cls(name, coord, items, plan.planner_data or {})
-
-    def to_json(self) -> bytes:
-        """Raises `StateMismatch` if the planner's data has other than plain values."""
-        data = self.name, self.coord, [tuple(item) for item in self.items], self.planner
-        return json.dumps(encode(data, "checkpoint", {}), separators=(",", ":")).encode()
-
-    @classmethod
-    def from_json(cls, text: str) -> _SlotRecord:
-        """Raises `ProtocolError` if `text` is not what `to_json` makes."""
-        try:
-            name, coord, items, planner = decode_plain(json.loads(text))
-            return cls(str(name), str(coord), tuple(_Item(*item) for item in items), planner)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ProtocolError(f"this is not the record of a checkpoint: {error!r}") from error
+def _read_record(text: str) -> tuple[str, str, dict[str, Any], list[tuple[str, MetadataIndex, Any]]]:
+    """What a slot's record says: the checkpoint's id, the coordinate whose part it is, how DCP's planner flattened the
+    state, and each leaf, as `_described`. Raises `ProtocolError` if it is another record."""
+    try:
+        name, coord, planner, items = decode_plain(json.loads(text))
+        return name, coord, planner, [(leaf, MetadataIndex(*at), tensor) for leaf, at, tensor in items]
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"this is not the record of a checkpoint: {error!r}") from error
 
 
 def _resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
