@@ -222,13 +222,20 @@ def chosen_format() -> str:
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
-    """A log file. If the process crashes in native code, the stacks of all threads are written to it as plain text.
+    """A log file of at most `MAX_BYTES`, with an older one beside it. If the process crashes in native code, the stacks
+    of all threads are written to it as plain text. Lines that cannot be written to it go to standard error.
 
     Attributes:
         problem: why the last line is not in the file; empty if it is.
     """
 
     problem = ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=MAX_BYTES, backupCount=1, delay=True)
+        self._elsewhere = logging.StreamHandler(sys.stderr)
+        for each in (self, self._elsewhere):
+            each.setFormatter(Formatter(chosen_format()))
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
@@ -242,48 +249,32 @@ class _LogFile(logging.handlers.RotatingFileHandler):
             _last.say(self.problem)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Note why a line could not be written, usually because the disk is full. There is no other place to log to."""
-        self.problem = _unwritable(self.baseFilename, sys.exc_info()[1])
-
-
-def _unwritable(path: object, error: BaseException | None) -> str:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return f"the log {path} cannot be written: {why}; lines are missing from it"
+        """Note why a line could not be written, usually because the disk is full."""
+        error = sys.exc_info()[1]
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        self.problem = f"the log {self.baseFilename} cannot be written: {why}; lines are missing from it"
+        self._elsewhere.handle(record)
 
 
 _file: _LogFile | None = None
-_unopened = ""
 
 
 def log_to(path: Path, **identity: Any) -> None:
-    """Have this process log to a file of at most `MAX_BYTES`, with one older file of that size beside it.
-
-    If the file cannot be opened, the process continues: it logs to standard error, and `log_file_problem` says why.
-    Lines kept since `log_later` come first.
-    """
-    global _file, _unopened
+    """Have this process log to a file, see `_LogFile`. Lines kept since `log_later` come first."""
+    global _file
     identify(**identity)
-    handler: logging.Handler
-    try:
-        handler = _file = _LogFile(path, maxBytes=MAX_BYTES, backupCount=1)
-        _unopened = ""
-    except OSError as error:
-        handler, _file = logging.StreamHandler(sys.stderr), None
-        _unopened = _unwritable(path, error)
-    handler.setFormatter(Formatter(chosen_format()))
+    _file = _LogFile(path)
     logging.getLogger().removeHandler(_early)
-    logging.basicConfig(level=logging.INFO, handlers=[handler, _last])
+    logging.basicConfig(level=logging.INFO, handlers=[_file, _last])
     for record in _early.buffer:
-        handler.handle(record)
+        _file.handle(record)
         _last.handle(record)
     _early.buffer.clear()
-    if _unopened:
-        get_log(__name__).error(_unopened)
 
 
 def log_file_problem() -> str:
     """Why lines are missing from the file given to `log_to`; empty if none are. Thread-safe."""
-    return _file.problem if _file is not None else _unopened
+    return _file.problem if _file is not None else ""
 
 
 class _Unhandled(logging.Handler):
