@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import xxhash
 
 from holdfast.ec import Stripes
@@ -18,18 +19,15 @@ from holdfast.smp_daemon.shared.addresses import ServesAt
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.identity import UNNAMED, Run, epoch_text
 from holdfast.smp_daemon.shared.limits import (
-    MAX_COUNT,
     MAX_HOSTS,
     MAX_NODES,
     MAX_SHARD_BYTES,
     MAX_SLOTS,
-    MAX_TEXT_BYTES,
     MAX_UNIT_BYTES,
     MAX_UNITS,
     MIN_SLOTS,
-    is_identifier,
 )
-from holdfast.smp_daemon.shared.plain import Address, Count, Port, from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import Address, Count, Identifier, Port, Text, from_plain, to_plain
 
 
 class SnapshotId(NamedTuple):
@@ -47,20 +45,20 @@ class SnapshotId(NamedTuple):
 class Shard:
     """One coordinate's slot file: `bytes` long."""
 
-    coord: str
-    bytes: int
+    coord: Identifier
+    bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHARD_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
 class Node(ServesAt):
     """One node: its name, where its SMP listens, the shards that live on it, and the failure domains it is in."""
 
-    name: str
-    host: str
+    name: Identifier
+    host: Text
     control_port: Port
     bulk_port: Port
     shards: tuple[Shard, ...]
-    domains: tuple[str, ...] = ()
+    domains: tuple[Text, ...] = ()
     more_bulk: tuple[Address, ...] = ()
 
     @property
@@ -72,6 +70,7 @@ class Node(ServesAt):
 @dataclass(frozen=True)
 class Layout:
     """The layout of a job in one epoch. Groups hold indices into `nodes`; a node's place in its group is its position.
+    The types of its fields are checked where it comes from another process.
 
     Attributes:
         revision: 0 as the trainers arranged it, then the number of times that the SMPs have regrouped.
@@ -84,53 +83,36 @@ class Layout:
         left: nodes of earlier revisions that were drained, so they do not count as missing.
     """
 
-    job: str
+    job: Identifier
     epoch: Count
     revision: Count
     nodes: tuple[Node, ...]
     groups: tuple[tuple[int, ...], ...]
-    data: int
-    parity: int
-    unit_bytes: int
-    slots: int
-    left: tuple[str, ...] = ()
+    data: Annotated[int, msgspec.Meta(ge=1)]
+    parity: Annotated[int, msgspec.Meta(ge=0)]
+    unit_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNIT_BYTES)]
+    slots: Annotated[int, msgspec.Meta(ge=MIN_SLOTS, le=MAX_SLOTS)]
+    left: tuple[Identifier, ...] = ()
     parity_slots: Count | None = None
     run: Run = UNNAMED
 
     def __post_init__(self) -> None:
         names = [n.name for n in self.nodes]
         coords = [s.coord for n in self.nodes for s in n.shards]
-        for text in (self.job, *names, *coords, *self.left):
-            if not is_identifier(text):
-                raise ProtocolError(f"{text!r} cannot name a job, a node or a shard")
         if len(set(names)) != len(names) or len(set(coords)) != len(coords):
             raise ProtocolError("a layout names a node or a shard twice")
         if sorted(i for g in self.groups for i in g) != list(range(len(self.nodes))):
             raise ProtocolError("every node of a layout belongs to exactly one group")
-        if (
-            not 0 < self.unit_bytes <= MAX_UNIT_BYTES
-            or not MIN_SLOTS <= self.slots <= MAX_SLOTS
-            or not 1 <= self.slots_of_parity <= self.slots
-        ):
-            raise ProtocolError("a layout's unit or slots are out of range")
-        if self.data < 1 or self.parity < 0 or self.data + self.parity > 255:
-            raise ProtocolError("a layout's code is out of range")
-        if any(not 1 <= s.bytes <= MAX_SHARD_BYTES for n in self.nodes for s in n.shards):
-            raise ProtocolError(f"a shard has at least one byte, and at most {MAX_SHARD_BYTES}")
-        if (
-            not 0 <= self.epoch <= MAX_COUNT
-            or not 0 <= self.revision <= MAX_COUNT
-            or len(self.nodes) + len(self.left) > MAX_NODES
-        ):
-            raise ProtocolError("a layout's epoch, revision or number of nodes is out of range")
+        if not 1 <= self.slots_of_parity <= self.slots or self.data + self.parity > 255:
+            raise ProtocolError("a layout's parity slots, or its code, are out of range")
+        if len(self.nodes) + len(self.left) > MAX_NODES:
+            raise ProtocolError(f"a layout has more than {MAX_NODES} nodes")
         for node in self.nodes:
             if sum(-(-s.bytes // self.unit_bytes) for s in node.shards) > MAX_UNITS:
                 raise ProtocolError(f"node {node.name!r} has more than {MAX_UNITS} units: use longer ones")
             at = node.bulk_addresses
             if len(at) > MAX_HOSTS or len(set(at)) != len(at):
                 raise ProtocolError(f"node {node.name!r} has more than {MAX_HOSTS} addresses, or one twice")
-            if any(len(text) > MAX_TEXT_BYTES for text in (*(host for host, _ in at), *node.domains)):
-                raise ProtocolError(f"the host or a domain of node {node.name!r} is too long a text")
 
     @property
     def slots_of_parity(self) -> int:

@@ -50,8 +50,8 @@ MAX_HOSTS = 16
 MAX_LINKS = 16
 """Connections of a node to a peer for each of its network cards."""
 
-MAX_TEXT_BYTES = 255
-"""Length of a host, or of the label of a domain."""
+MAX_TEXT = 255
+"""Characters of a host, or of the label of a domain."""
 
 AT_ONCE_BYTES = 128 << 20
 """Up to this total, a node's slots are reserved while the trainers wait, for a tenth of a second. Larger ones are

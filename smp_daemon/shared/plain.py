@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_COUNT,
     MAX_MESSAGE_BYTES,
     MAX_PORT,
+    MAX_TEXT,
     MAX_UNPACKED_BYTES,
     PACKED_FROM_BYTES,
 )
@@ -32,7 +33,9 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 """An unsigned number such as a digest. JSON readers take no more than 64 bits."""
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
-Address = tuple[str, Port]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+"""A host, or the label of a domain."""
+Address = tuple[Text, Port]
 Identifier = Annotated[str, msgspec.Meta(pattern=f"^{IDENTIFIER}\\Z")]
 """See `limits.is_identifier`."""
 

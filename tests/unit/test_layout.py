@@ -33,6 +33,11 @@ GOOD = Layout(
 )
 
 
+def read_with(changes: dict[str, Any]) -> Layout:
+    """The layout with these changes, as another process reads it."""
+    return Layout.read(to_plain(GOOD) | to_plain(changes))
+
+
 @pytest.mark.parametrize("name", ["", ".hidden", "-x", "a b", "a/b", "a\n", "ä", "x" * 65])
 def test_what_cannot_be_a_file_name_cannot_name_a_job_a_node_or_a_shard(name: str) -> None:
     for changes in (
@@ -40,12 +45,12 @@ def test_what_cannot_be_a_file_name_cannot_name_a_job_a_node_or_a_shard(name: st
         {"nodes": (replace(GOOD.nodes[0], name=name), *GOOD.nodes[1:])},
         {"nodes": (*GOOD.nodes[:2], node("c", Shard(name, 1)))},
     ):
-        with pytest.raises(ProtocolError, match="cannot name"):
-            replace(GOOD, **changes)
+        with pytest.raises(ProtocolError, match=r"\$.*\.(job|name|coord)"):
+            read_with(changes)
 
 
 def test_the_longest_name_is_allowed() -> None:
-    assert replace(GOOD, job="x" * 64).job == "x" * 64
+    assert read_with({"job": "x" * 64}).job == "x" * 64
 
 
 @pytest.mark.parametrize(
@@ -82,8 +87,8 @@ def test_groups_that_are_no_partition_of_the_nodes_are_refused(groups: tuple[tup
     ],
 )
 def test_numbers_out_of_range_are_refused(numbers: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="out of range"):
-        replace(GOOD, **numbers)
+    with pytest.raises(ProtocolError, match=rf"{min(numbers)}|code"):
+        read_with(numbers)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +105,12 @@ def test_numbers_out_of_range_are_refused(numbers: dict[str, Any]) -> None:
     ],
 )
 def test_numbers_at_the_edge_of_their_range_are_allowed(numbers: dict[str, Any]) -> None:
-    assert replace(GOOD, **numbers) != GOOD
+    assert read_with(numbers) != GOOD
 
 
 def test_a_shard_without_bytes_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="one byte"):
-        replace(GOOD, nodes=(*GOOD.nodes[:2], node("c", Shard("dp3", 0))))
+    with pytest.raises(ProtocolError, match="bytes"):
+        read_with({"nodes": (*GOOD.nodes[:2], node("c", Shard("dp3", 0)))})
 
 
 @given(layouts())
@@ -276,8 +281,8 @@ def test_a_node_of_several_cards_serves_raw_bytes_on_each() -> None:
     ids=["one twice", "17 addresses", "a long one"],
 )
 def test_a_layout_refuses_addresses_that_cannot_be(more: tuple[tuple[str, int], ...]) -> None:
-    with pytest.raises(ProtocolError, match="node 'a'"):
-        replace(GOOD, nodes=(replace(GOOD.nodes[0], more_bulk=more), *GOOD.nodes[1:]))
+    with pytest.raises(ProtocolError, match=r"node 'a'|more_bulk"):
+        read_with({"nodes": (replace(GOOD.nodes[0], more_bulk=more), *GOOD.nodes[1:])})
 
 
 def test_a_layout_of_a_release_that_knew_one_address_a_node_is_read() -> None:
