@@ -10,6 +10,51 @@ from dataclasses import dataclass, field
 STEP_POINTS = ("train.step", "copy.before", "copy.middle", "copy.done")
 """Failpoints that a trainer passes in every step."""
 
+RECORDS = ("node", "layout", "shard", "parity", "smp")
+"""Kinds of JSON files in an arena."""
+
+TRAINER_FAILPOINTS = ("copy.before", "copy.middle", "copy.done", "restore.before", "restore.middle")
+"""Points that trainers reach."""
+
+PERSIST_FAILPOINTS = ("persist.middle", "persist.written", "persist.done")
+
+SMP_FAILPOINTS = (
+    # an SMP starts, and takes over what a predecessor left
+    *("arena.made", "adopt.before", "adopt.board", "adopt.slot", "adopt.done"),
+    *("start.adopted", "start.bound", "start.serving", "adopt.verify", "rejoin.before", "rejoin.done"),
+    # a start of the job, or a change of its layout
+    *(
+        "fence.marked",
+        "join.fenced",
+        "join.noted",
+        "join.done",
+        "configure.reserved",
+        "configure.done",
+        "slot.opened",
+        "slot.made",
+    ),
+    "reserve.slice",
+    # a snapshot
+    *("seal.released", "seal.before", "seal.digested", "seal.committed", "seal.done"),
+    *("encode.before", "encode.middle", "encode.done", "parity.taken", "parity.accumulated", "parity.complete"),
+    *("parity.committed", "parity.announced", "parity.told", "outcome.protected", "outcome.failed"),
+    *("slot.freed", "slot.removed", "layout.removed"),
+    # bytes are recovered and repaired
+    *("receive.taken", "receive.checked", "receive.done", "rebuild.middle", "drop.done"),
+    *("repair.before", "repair.done", "repair_parity.taken", "repair_parity.accumulated", "repair_parity.done"),
+    *("regroup.declined", "regroup.planned", "regroup.adopt", "regroup.encode", "regroup.release", "regroup.done"),
+    # a snapshot is written to storage
+    *PERSIST_FAILPOINTS,
+    # the end
+    *("finish.told", "finish.closing", "arena.emptied", "arena.removed"),
+    # JSON records: before the write, once written beside the old file, and once renamed over it
+    *(f"record.{kind}.{when}" for kind in RECORDS for when in ("before", "part", "done")),
+)
+"""Points that SMPs reach: before and after every change to files that outlive the process."""
+
+FAILPOINTS = (*TRAINER_FAILPOINTS, *SMP_FAILPOINTS)
+"""Every failpoint inside holdfast. Jobs may add their own, such as ``train.step``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:

@@ -130,7 +130,7 @@ def not_written(path: Path, error: OSError) -> ArenaTooSmall:
 
 
 def kind_of(name: str) -> str:
-    """The kind of record in an arena's JSON file of that name, one of `failpoints.RECORDS`."""
+    """The kind of an arena's JSON file of that name: shard, parity, node, layout or smp."""
     if name.endswith(".safetensors.json"):
         return "shard"
     return "parity" if name.endswith(".parity.json") else name.partition(".")[0].partition("-")[0]

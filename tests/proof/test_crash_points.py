@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.chaos.faults import FAILPOINTS, PERSIST_FAILPOINTS, SMP_FAILPOINTS, TRAINER_FAILPOINTS
 from holdfast.chaos.launcher import Launcher
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
-from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS, SMP_FAILPOINTS, TRAINER_FAILPOINTS
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from tests.deadlines import DEADLINE_S
 from tests.proof.chaos.scenario import built_in

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.chaos.cluster import History, VirtualCluster
+from holdfast.chaos.faults import SMP_FAILPOINTS
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, release
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
-from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.smp_daemon.shared.messages import Drain
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.scratch import Scratch

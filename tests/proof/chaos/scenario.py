@@ -18,10 +18,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.faults import STEP_POINTS
+from holdfast.chaos.faults import SMP_FAILPOINTS, STEP_POINTS
 from holdfast.planner.profiles import FailureProfile
 from holdfast.smp_daemon.shared.errors import ConfigError
-from holdfast.smp_daemon.shared.failpoints import SMP_FAILPOINTS
 from holdfast.snapshot.resume.arrange import parse_protect
 from tests.proof.chaos.actions import check
 from tests.proof.chaos.faults import CATALOGUE, Fault

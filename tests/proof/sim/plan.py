@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.smp_daemon.shared.failpoints import FAILPOINTS, PERSIST_FAILPOINTS
+from holdfast.chaos.faults import FAILPOINTS, PERSIST_FAILPOINTS
 from holdfast.snapshot.step.ledger import ProtectEvery
 from tests.proof.sim.costs import Costs
 
