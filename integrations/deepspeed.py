@@ -152,7 +152,6 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file, replacing any old one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     new.write_text(text)

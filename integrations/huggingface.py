@@ -403,7 +403,6 @@ class Reading:
         return self.group(iterator, read)
 
     def _again(self, done: int, last: Tree) -> Iterator[Any]:
-        """A new iterator, from which `done` batches were read."""
         log.info("batches of the trainer's pass that are read again: %d", done)
         self._put(self._start)
         iterator: Iterator[Any] = iter(self._loader)

@@ -105,12 +105,10 @@ class _BridgeSnapshot(InMemorySnapshot):
         self.track(NAME, self._get, self._set)
 
     def _get(self) -> dict[str, Any]:
-        """The state as a step begins."""
         counters = {name: getattr(self._train_state, name) for name in COUNTERS}
         return {"counters": counters, "reruns": self._reruns.get()}
 
     def _set(self, held: dict[str, Any]) -> None:
-        """Take over what was restored."""
         same = self._train_state.step == held["counters"]["step"]
         self._reruns.set(held["reruns"], same_iteration=same)
         for name, value in held["counters"].items():

@@ -162,7 +162,6 @@ def copy_to_weights(part: Any) -> None:
 
 
 def _names(of: object) -> set[str]:
-    """The names of an object's class and base classes."""
     return {each.__name__ for each in type(of).__mro__}
 
 

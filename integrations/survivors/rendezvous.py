@@ -235,7 +235,6 @@ class Rendezvous:
             self._lose(caller)
 
     def _lose(self, caller: _Caller) -> None:
-        """A connection is over."""
         self._part(caller)
         if caller.rank is not None:
             if caller.leaves or not self._replace(caller.rank, caller.node, caller.told):

@@ -125,7 +125,6 @@ class SmpConnection:
         self._row = row if row is not None and 0 <= row < HEARTBEAT_ROWS else None
 
     def _watch(self) -> None:
-        """Watch the process of the SMP, if it is visible here."""
         self._unwatch()
         with suppress(OSError):
             self._process = self.system.pidfd_open(self.pid)

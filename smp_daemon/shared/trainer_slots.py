@@ -101,7 +101,6 @@ class TrainerSlots:
             self._system.Event().wait(BUSY_POLL_S)
 
     def _marks(self, coord: str, epoch: int) -> dict[str, str]:
-        """The owner of each slot of the epoch's layout."""
         of, length = self._lengths.get(coord, (0, 0))
         marks = {}
         for file, owners in self._owners.found().items():

@@ -293,7 +293,6 @@ def frame(message: Outbound, payload: int = 0) -> bytes:
 
 
 def _lengths(head: bytearray) -> tuple[int, int]:
-    """The checked lengths of the JSON and of the raw bytes. Raises `ProtocolError`."""
     magic, length, payload = _FRAME.unpack(head)
     if magic == TOKEN_MAGIC:
         raise SmpUnavailable("the other side has a token, but this side has none: set HOLDFAST_TOKEN_FILE on both")
@@ -305,7 +304,6 @@ def _lengths(head: bytearray) -> tuple[int, int]:
 
 
 def _mapped(error: OSError) -> HoldfastError:
-    """The `HoldfastError` for an error of a socket."""
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("the other side did not answer in time")
     return SmpUnavailable(f"the connection broke: {error}")
