@@ -65,34 +65,22 @@ class SeenRun:
 
 def runs_in_reach(inventories: Sequence[Inventory], persisted: Collection[PersistedRun] = ()) -> list[SeenRun]:
     """Every run that these SMPs hold something of or took part in last, or that storage knows of; the newest first."""
-    newest: dict[str, Run] = {}
     epochs = epochs_of(inventories)
     stored = {each.run.id for each in persisted if each.has_state}
-    for inventory in inventories:
-        for layout in inventory.layouts.values():
-            _note(newest, layout.run)
-        if inventory.run is not None:
-            _note(newest, inventory.run)
-    for each in persisted:
-        _note(newest, each.run)
+    told = [layout.run for each in inventories for layout in each.layouts.values()]
+    told += [run for run in [*(each.run for each in inventories), *(each.run for each in persisted)] if run is not None]
+    newest: dict[str, Run] = {}
+    for run in sorted(told, key=lambda run: run.begun_s, reverse=True):
+        newest.setdefault(run.id, run)
     found = []
     for run in newest.values():
-        own = [inventory for inventory in (of_run(each, run.id, epochs) for each in inventories) if _is_of(inventory)]
+        ours = (of_run(each, run.id, epochs) for each in inventories)
+        own = [each for each in ours if each.run is not None or each.shards or each.parities]
         snapshots = {s for each in own for s, _ in each.shards} | {s for each in own for s, _, _ in each.parities}
         protected = max((each.protected for each in own if each.protected is not None), default=None)
         nodes = tuple(sorted(each.node for each in own))
         found.append(SeenRun(run, nodes, tuple(sorted(snapshots, reverse=True)), protected, run.id in stored))
     return sorted(found, key=lambda seen: (seen.run.begun_s, seen.run.id), reverse=True)
-
-
-def _note(newest: dict[str, Run], run: Run) -> None:
-    known = newest.get(run.id)
-    if known is None or known.begun_s < run.begun_s:
-        newest[run.id] = run
-
-
-def _is_of(inventory: Inventory) -> bool:
-    return inventory.run is not None or bool(inventory.shards or inventory.parities)
 
 
 def epochs_of(inventories: Iterable[Inventory]) -> dict[int, str]:
