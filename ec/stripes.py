@@ -61,7 +61,8 @@ class Stripes:
     @cached_property
     def count(self) -> int:
         """Stripes needed to cover the longest position."""
-        return max(self._stripe_count_of(p) for p in range(self.positions))
+        lasts = ((p, self.units(p) - 1) for p in range(self.positions))
+        return max(0 if last < 0 else self.stripe_of(p, last) + 1 for p, last in lasts)
 
     def units(self, position: int) -> int:
         """Units of `position` that hold at least one stored byte."""
@@ -216,10 +217,6 @@ class Stripes:
                 firsts.append(firsts[-1] - (-length // self.unit_bytes))
             table.append(tuple(firsts))
         return tuple(table)
-
-    def _stripe_count_of(self, position: int) -> int:
-        units = self.units(position)
-        return self.stripe_of(position, units - 1) + 1 if units else 0
 
 
 def choose_unit_bytes(longest_segment: int, data: int) -> int:

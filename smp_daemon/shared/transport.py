@@ -371,17 +371,14 @@ def call(stream: SocketStream, message: Outbound, payload: memoryview | None = N
     Raises:
         HoldfastError: the error that the other side replied with, or what `SocketStream.receive` raises.
     """
-    outstanding = True
     try:
         stream.send(message, payload)
         reply = _next_reply(stream)
-        outstanding = False
     except ProtocolError:
-        outstanding = False  # the message is too long and was not sent, or `_next_reply` has closed the connection
+        raise  # the message is too long and was not sent, or `_next_reply` has closed the connection
+    except BaseException:
+        stream.close()
         raise
-    finally:
-        if outstanding:
-            stream.close()
     checked_reply(reply[0])
     return reply
 
