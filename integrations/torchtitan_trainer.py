@@ -115,14 +115,13 @@ class TrainerSnapshots:
 
     def __init__(self, states: Mapping[str, Any], parts: Mapping[str, Any], options: Any) -> None:
         self._trainer = trainer = states["train_state"]
-        model_parts = parts["model_parts"]
+        self._others = {name: part for name, part in states.items() if part is not trainer}
+        self._parts, self._options = parts, options
         self._snap: _TrainerSnapshot | None = None
-        self._sharded = [m for part in model_parts for m in part.modules() if isinstance(m, FSDPModule)]
-        others = {name: part for name, part in states.items() if part is not trainer}
-        self._loop = _TrainerState(trainer, others, parts["dataloader"])
-        self._make: Callable[[], _TrainerSnapshot] = lambda: _TrainerSnapshot(
-            model_parts, parts["optimizers"], scheduler=parts["lr_schedulers"], **asdict(options)
-        )
+        self._sharded = [m for part in parts["model_parts"] for m in part.modules() if isinstance(m, FSDPModule)]
+        self._data = _Batches(parts["dataloader"])
+        self._done: int = trainer.step
+        self._metrics = _Metrics(trainer.metrics_processor)
         self._replaced = Replacements()
         self._replaced.replace(trainer, "train", guarded(self.leave))
 
@@ -134,8 +133,9 @@ class TrainerSnapshots:
         Raises:
             HoldfastError: as entering `holdfast.InMemorySnapshot`.
         """
-        snap = self._make()
-        snap.track(NAME, self._loop.get, self._loop.set)
+        model, optimizers, schedulers = (self._parts[name] for name in ("model_parts", "optimizers", "lr_schedulers"))
+        snap = _TrainerSnapshot(model, optimizers, scheduler=schedulers, **asdict(self._options))
+        snap.track(NAME, self._get, self._set)
         self._snap = snap.__enter__()
         self._replaced.replace(self._trainer, "train_step", before(self._begin))
         self._replaced.replace(self._trainer, "batch_generator", self._reading)
@@ -152,7 +152,8 @@ class TrainerSnapshots:
             snap.leave(error)
 
     def _begin(self) -> None:
-        self._loop.begin()
+        self._done = self._trainer.step - 1  # it has already counted the step that begins
+        self._metrics.begin()
         for module in self._sharded:
             module.reshard()  # a validation leaves parameters gathered if they are not resharded after forward
         if self._snap is not None:
@@ -161,50 +162,33 @@ class TrainerSnapshots:
     def _reading(self, batches: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(batches)
         def reading(loader: Any, *args: Any, **kwargs: Any) -> Any:
-            return batches(self._loop.data if loader is self._loop.data.loader else loader, *args, **kwargs)
+            return batches(self._data if loader is self._data.loader else loader, *args, **kwargs)
 
         return reading
 
-
-class _TrainerSnapshot(InMemorySnapshot):
-    checks = Checks(reading=False)  # making an iterator draws random numbers; generators are restored at a step's begin
-
-
-class _TrainerState:
-    """State that the trainer keeps outside of the model and the optimizer."""
-
-    def __init__(self, trainer: Any, others: Mapping[str, Any], dataloader: Any) -> None:
-        self.data = _Batches(dataloader)
-        self._trainer = trainer
-        self._others = others
-        self._done: int = trainer.step
-        self._metrics = _Metrics(trainer.metrics_processor)
-
-    def begin(self) -> None:
-        """``train_step`` is about to run; the trainer has already counted its step."""
-        self._done = self._trainer.step - 1
-        self._metrics.begin()
-
-    def get(self) -> dict[str, Any]:
-        """The state as the next step begins."""
+    def _get(self) -> dict[str, Any]:
+        """What the trainer keeps outside of the model and the optimizer, as the next step begins."""
         return {
             "train_state": {**self._trainer.state_dict(), "step": self._done},
             "others": {name: part.state_dict() for name, part in self._others.items()},
-            "data": self.data.get(),
+            "data": self._data.get(),
             "validation": _validation(self._trainer),
             "metrics": self._metrics.get(),
         }
 
-    def set(self, held: dict[str, Any]) -> None:
-        """Take over what was restored."""
+    def _set(self, held: dict[str, Any]) -> None:
         self._done = held["train_state"]["step"]
         self._trainer.load_state_dict(held["train_state"])
         for name, state in held["others"].items():
             self._others[name].load_state_dict(state)
-        self.data.set(held["data"])
+        self._data.set(held["data"])
         if held["validation"]:
             vars(self._trainer.validator.validation_dataloader.dataset).update(held["validation"])
         self._metrics.set(held["metrics"])
+
+
+class _TrainerSnapshot(InMemorySnapshot):
+    checks = Checks(reading=False)  # making an iterator draws random numbers; generators are restored at a step's begin
 
 
 class _Batches:
