@@ -22,7 +22,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import attrgetter
@@ -60,22 +61,15 @@ def join(place: JobPlace, node: str, port: int = 0) -> socket.socket:
         OSError: rank 0 cannot listen where the launcher said.
         DeadlineExceeded: rank 0 was not there within `JOIN_DEADLINE_S`.
     """
-    deadline = time.monotonic() + JOIN_DEADLINE_S
     address = _host(place, port) if place.rank == 0 else (place.host, port or place.port)
     key, store = f"holdfast survivors {place.start}", None
     if place.agents_store:  # a client of it starts no thread
         store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=JOIN_DEADLINE_S))
         if place.rank == 0:
             store.set(key, json.dumps(address))
-    while True:
-        if store is not None:  # what it says may be of an earlier start
-            host, at = json.loads(store.get(key))
-            address = host, at
-        connection = _connect(address, deadline)
-        if connection is not None:
-            told = place.told
-            connection.sendall(to_line({"start": place.start, "rank": place.rank, "node": node, "told": told}))
-            return connection
+    connection = _connect(lambda: address if store is None else tuple(json.loads(store.get(key))))
+    connection.sendall(to_line({"start": place.start, "rank": place.rank, "node": node, "told": place.told}))
+    return connection
 
 
 def await_place(address: Address, node: str, local: int) -> tuple[socket.socket, Told] | None:
@@ -91,10 +85,8 @@ def await_place(address: Address, node: str, local: int) -> tuple[socket.socket,
         ProtocolError: something else listens there.
     """
     while True:
-        deadline = time.monotonic() + JOIN_DEADLINE_S
-        while (connection := _connect(address, deadline)) is None:
-            pass
-        try:
+        connection = _connect(lambda: address)
+        with suppress(OSError):  # as at the end of the stream, the launcher may start the job again
             connection.sendall(to_line({"standby": node, "local": local}))
             with connection.makefile("rb", buffering=0) as lines:  # what follows a place is left to the supervisor
                 while line := lines.readline(4096):
@@ -103,23 +95,25 @@ def await_place(address: Address, node: str, local: int) -> tuple[socket.socket,
                             return connection, message["place"]
                         if "end" in message:
                             return None
-        except OSError:
-            pass  # as at the end of the stream, the launcher may start the job again
         connection.close()
 
 
-def _connect(address: Address, deadline: float) -> socket.socket | None:
-    """A connection to rank 0's supervisor, or None after a pause. Raises `DeadlineExceeded` after `deadline`."""
-    try:
-        connection = socket.create_connection(address, timeout=CONNECT_S)
-    except OSError as error:  # rank 0 still imports
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {address[0]}:{address[1]}") from error
-        time.sleep(RETRY_S)
-        return None
-    connection.settimeout(None)
-    _watch(connection)
-    return connection
+def _connect(find: Callable[[], Address]) -> socket.socket:
+    """A connection to rank 0's supervisor. `find`: its address, as far as it is known; it may still be that of an
+    earlier start. Raises `DeadlineExceeded` after `JOIN_DEADLINE_S`."""
+    deadline = time.monotonic() + JOIN_DEADLINE_S
+    while True:
+        host, port = find()
+        try:
+            connection = socket.create_connection((host, port), timeout=CONNECT_S)
+        except OSError as error:  # rank 0 still imports
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {host}:{port}") from error
+            time.sleep(RETRY_S)
+            continue
+        connection.settimeout(None)
+        _watch(connection)
+        return connection
 
 
 def _watch(connection: socket.socket) -> None:
@@ -300,7 +294,5 @@ class Rendezvous:
 
     def _send(self, members: Iterable[_Caller], line: bytes) -> None:
         for member in members:
-            try:
+            with suppress(OSError):  # it has left, which the next read of its connection says
                 member.socket.sendall(line)
-            except OSError:
-                pass  # it has left, which the next read of its connection says

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -56,12 +57,12 @@ class _Child:
 
     def taken(self) -> int:
         """The attempt that it took last, by what it has said until now."""
-        try:
+        with suppress(
+            BlockingIOError, ConnectionResetError
+        ):  # no more, or it has ended without reading what it was told
             while data := self.channel.recv(4096, socket.MSG_DONTWAIT):
                 for message in parse_lines(data)[0]:
                     self.attempt = message["taken"]
-        except (BlockingIOError, ConnectionResetError):
-            pass  # it has said no more, or has ended without reading what it was told
         return self.attempt
 
 
@@ -113,17 +114,11 @@ class Supervisor:
             for key, _ in self._selector.select(None if due is None else max(0.0, due - time.monotonic())):
                 key.data()
                 if (code := self._result()) is not None:
-                    self._say_that_it_leaves()
+                    if self._connection is not None:  # else a standby would take its place as the launcher starts anew
+                        with suppress(OSError):  # rank 0's is gone, too
+                            self._connection.sendall(to_line({"leaves": True}))
                     return code
             self._hurry()
-
-    def _say_that_it_leaves(self) -> None:
-        """Else the node would count as lost, and a standby would take its place while the launcher starts anew."""
-        if self._connection is not None:
-            try:
-                self._connection.sendall(to_line({"leaves": True}))
-            except OSError:
-                pass  # rank 0's is gone, too
 
     def _hurry(self) -> None:
         """Kill a trainer that has not left an attempt that is over."""
@@ -190,11 +185,9 @@ class Supervisor:
         if self._child is None:
             self._fork(attempt)
             return
-        try:
+        with suppress(OSError):  # it has ended, which its pidfd says; another is then forked
             self._child.channel.sendall(to_line({"attempt": attempt}))
             self._child.due = time.monotonic() + GRACE_S
-        except OSError:
-            pass  # it has ended, which its pidfd says; another is then forked
 
     def _fork(self, attempt: JobAttempt) -> None:
         ours, theirs = socket.socketpair()
@@ -236,7 +229,8 @@ class Supervisor:
         self._child = None
         self._code = os.waitstatus_to_exitcode(status)
         if self._code < 0 and not self._shares_terminal:
-            _sweep(child.pid)
+            with suppress(ProcessLookupError):  # what it has left, as a loader's workers; an SMP has its own group
+                os.killpg(child.pid, signal.SIGKILL)
         if self._connection is None:
             return
         taken = child.taken()
@@ -250,14 +244,6 @@ class Supervisor:
             self._connection.sendall(to_line({"lost" if self._code else "done": taken}))
         except OSError:
             self._part()
-
-
-def _sweep(group: int) -> None:
-    """Kill what a killed trainer has left in its process group, such as a data loader's workers. An SMP has its own."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

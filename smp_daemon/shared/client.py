@@ -159,10 +159,8 @@ class SmpConnection:
         if self._process is None:
             raise SmpUnavailable(f"the process of the SMP of {self.arena} is gone, or of another pid namespace")
         try:
-            try:
+            with suppress(SmpUnavailable):  # the SMP may end before it sends its answer
                 self._call(message)
-            except SmpUnavailable:
-                pass  # the SMP may end before it sends its answer
             if not self.system.await_end(self._process, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
             if removes and (self.arena / "smp.json").exists():
