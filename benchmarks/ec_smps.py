@@ -21,8 +21,8 @@ from holdfast.bench.cluster import LOST, Cluster, random_content
 from holdfast.bench.machine import rounded
 from holdfast.ec.codec import as_array
 from holdfast.report import Report
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.errors import HoldfastError
-from holdfast.smp_daemon.shared.scratch import Scratch
 
 NODES = 4
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # finds the checkout's pa
 
 from benchmarks.load_parts import new_namespace, run
 from holdfast.bench.cluster import Cluster, random_content
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.quantities import parse_rate, parse_size
-from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.proof.chaos.network.namespaces import inside, place_of
 
 CABLES = 4

@@ -29,11 +29,11 @@ from holdfast.bench.machine import describe, machine
 from holdfast.cli.arguments import Parser, input_file, output_file
 from holdfast.cli.main import main
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.report import Report, say
+from holdfast.scratch import Scratch
 from holdfast.sessions import end
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.scratch import Scratch
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 
 ROOT = Path(__file__).parents[1]
 LOOP = ROOT / "benchmarks" / "stall_loop.py"

@@ -30,8 +30,8 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, Runner, Wiring, release, send_signals
 from holdfast.chaos.trainer import ENV as TRAINER_ENV
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
-from holdfast.smp_daemon.shared.scratch import Scratch
 
 TARGET = "holdfast.chaos.drill:train"
 """The usual ``module:function`` that trainers run: one rank of a drill."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.processes import own_command, own_environment
-from holdfast.smp_daemon.shared.scratch import Scratch
 
 IMPORT_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 30.0

@@ -20,11 +20,11 @@ from typing import Any
 from rich.console import Console
 
 from holdfast import sessions
+from holdfast.leftovers import find_leftovers, remove
+from holdfast.scratch import Scratch
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.scratch import Scratch
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
 from holdfast.snapshot.state.audit import GENERATOR, AuditOrders
 

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import torch
 
+from holdfast.leftovers import Leftover, find_arenas, remove
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.spawn import Leftover, find_arenas, remove
 from tests.proof.device.driver import Driver
 from tests.proof.device.queues import EAGER, LAZY
 from tests.proof.device.seam import Cpu, Emulated, Real, SeamDevice

@@ -26,11 +26,11 @@ from holdfast.chaos.user.command import (
     judge,
 )
 from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, CommandNode
+from holdfast.scratch import Scratch
 from holdfast.sessions import tail
 from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
-from holdfast.smp_daemon.shared.scratch import Scratch
 
 PATIENCE_S = 30.0
 """How long after a fault a command may neither end nor train before it is ended, as by a scheduler."""

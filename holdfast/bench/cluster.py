@@ -23,12 +23,12 @@ import holdfast
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Wiring
 from holdfast.ec.codec import as_array
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore
-from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect

@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.quantities import duration
 
 if TYPE_CHECKING:
-    from holdfast.smp_daemon.shared.spawn import Leftover
+    from holdfast.leftovers import Leftover
 
 UNTOUCHED_S = 3600.0
 """How long an arena must be untouched if no job is named: a job may be between two starts, and needs it."""
@@ -46,8 +46,8 @@ def add(commands: Any) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    from holdfast.leftovers import find_arenas, remove
     from holdfast.smp_daemon.shared.paths import arena_base
-    from holdfast.smp_daemon.shared.spawn import find_arenas, remove
 
     base: Path = parsed.arena or arena_base()
     older_than_s = parsed.older_than

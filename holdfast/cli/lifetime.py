@@ -3,7 +3,7 @@
 A signal becomes an exception in the main thread, which unwinds the command like any error. The exception can arrive
 between two instructions that belong together, such as starting a process and recording it. So leftovers are found after
 the unwinding by marks that need no bookkeeping: every process that a command starts, and all descendants of that
-process in any session, have the command's token in their environment; and its folders are those of `shared.scratch`.
+process in any session, have the command's token in their environment; and its folders are those of `holdfast.scratch`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
+from holdfast import scratch
 from holdfast.cli.output import EndedBySignal
-from holdfast.smp_daemon.shared import scratch
 from holdfast.smp_daemon.shared.settings import COMMAND
 
 COMMAND_ENV = COMMAND.variable

@@ -18,14 +18,14 @@ from rich.console import Console
 from holdfast import sessions
 from holdfast.cli.arguments import deadline, output_file
 from holdfast.cli.output import add_json, console_of, write_json
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.planner import recorder
 from holdfast.planner.measured import Measured
+from holdfast.scratch import Scratch
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.quantities import amount, duration
-from holdfast.smp_daemon.shared.scratch import Scratch
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from holdfast.snapshot.interval.recording import RecordingOrders
 
 

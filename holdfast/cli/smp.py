@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.cli.arguments import add_arena
 from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable
@@ -19,14 +20,7 @@ from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_u
 from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.processes import own_environment
 from holdfast.smp_daemon.shared.settings import HOST, JOB, MEMORY, NODE, SMP_OPTIONS, SWITCH, given
-from holdfast.smp_daemon.shared.spawn import (
-    START_DEADLINE_S,
-    find_leftovers,
-    launch,
-    remove,
-    running_owner,
-    smp_command,
-)
+from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, launch, running_owner, smp_command
 from holdfast.snapshot.connect import check_reachable, job_from_environment, node_from_environment, spanning
 
 

@@ -33,7 +33,7 @@ BEGUN = ("board", "node.json", "smp.json")
 """Names of which every arena has one, from shortly after its SMP started."""
 
 SCRATCH = re.compile(r"\.[a-z]+-\d+-\d+")
-"""Names of the folders of `smp_daemon.shared.scratch`: no job's name begins with a dot."""
+"""Names of the folders of `holdfast.scratch`: no job's name begins with a dot."""
 
 SEARCH_DEPTH = 2
 """How far below the directory with the arenas one may lie: in that of a virtual node."""

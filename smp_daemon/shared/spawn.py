@@ -1,4 +1,4 @@
-"""Starting an SMP, and removing the leftovers of dead jobs."""
+"""Starting an SMP, which one serves an arena, and removing arenas that none can use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
 
-from holdfast.smp_daemon.shared import scratch
 from holdfast.smp_daemon.shared.budget import wipe_file
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
@@ -30,15 +28,13 @@ from holdfast.smp_daemon.shared.paths import (
     GONE,
     OURS,
     Owner,
-    arena_base,
     files_below,
-    folders_with,
     known_owner,
     read_owner,
     socket_path,
 )
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.processes import await_end, own_command, start_ticks
+from holdfast.smp_daemon.shared.processes import own_command, start_ticks
 from holdfast.smp_daemon.shared.system import MACHINE, Files, Network, Processes, System, opened, remove_tree
 from holdfast.smp_daemon.shared.uids import peer_of
 
@@ -47,8 +43,6 @@ START_DEADLINE_S = 120.0
 start takes half a second, but longer if all ranks of a node read their modules from a file server at the same time. An
 SMP that cannot start reports that at once."""
 
-STOP_DEADLINE_S = 10.0
-"""How long a killed process may take to end, in seconds: it gives all its memory back first."""
 RUBBISH_AGE_S = 60.0
 """How old an arena without usable data must be before another SMP removes it: its own SMP may be about to start."""
 
@@ -213,74 +207,6 @@ def parse_report(text: str, errors: str = "") -> Owner:
     return from_plain(Owner, report["ready"], "what an SMP says when it serves")
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """An arena, or the scratch folder of a command that was killed.
-
-    Attributes:
-        job: the job of the arena; empty for a scratch folder.
-        smps: its SMPs that still run.
-        user: a process other than the SMPs that uses it, such as a trainer; 0: none does.
-        untouched_s: for how long no file in it has changed.
-    """
-
-    path: Path
-    job: str
-    bytes: int
-    smps: tuple[psutil.Process, ...]
-    user: int = 0
-    untouched_s: float = float("inf")
-
-
-def find_leftovers(
-    base: Path | None = None, *, job: str | None = None, older_than_s: float = 0.0
-) -> Iterator[Leftover]:
-    """Arenas below `base` whose trainers are all gone, and whose files did not change for `older_than_s`.
-
-    Without a `job`, also scratch folders whose command was killed, whatever their age: no job needs them.
-    """
-    for found in find_arenas(base, job=job):
-        if not found.user and found.untouched_s >= older_than_s:
-            yield found
-
-
-def find_arenas(base: Path | None = None, *, job: str | None = None) -> Iterator[Leftover]:
-    """This user's arenas below `base`, of `job` or of any, whether used or not; and scratch folders, as
-    `find_leftovers`."""
-    base = base or arena_base()
-    if job is None:
-        yield from filter(None, map(_abandoned, scratch.find_abandoned(base)))
-    now = time.time()
-    for arena in sorted({path for name in BEGUN for path in folders_with(name, base)}):
-        owner = known_owner(arena)
-        found_job = owner.job if owner else arena.name
-        if (job is not None and found_job != job) or scratch.of_a_command(arena, base) is not None:
-            continue
-        if owner is None and not is_arena(arena):
-            continue  # other software's, which has a file of that name
-        try:
-            if arena.lstat().st_uid != os.getuid():
-                continue
-        except OSError:
-            continue  # its job has just finished, or it is another user's
-        files = [status for _, status in files_below(arena)]
-        if not files:
-            continue  # likewise
-        newest = max(file.st_mtime for file in files)
-        smp = running_process(arena)
-        smps = () if smp is None else (smp,)
-        size, user = sum(file.st_blocks * 512 for file in files), _user(arena, smps)
-        yield Leftover(arena, found_job, size, smps, user, max(0.0, now - newest))
-
-
-def _abandoned(folder: Path) -> Leftover | None:
-    smps = tuple(filter(None, map(running_process, folders_with("smp.json", folder))))
-    if _user(folder, smps):
-        return None  # the command was killed, but processes that it started still run
-    size = sum(status.st_blocks * 512 for _, status in files_below(folder))
-    return Leftover(folder, "", size, smps)
-
-
 def is_arena(path: Path) -> bool:
     """Whether a directory is, or was, an arena: this user's, closed to others, with files of known names only."""
     try:
@@ -293,25 +219,21 @@ def is_arena(path: Path) -> bool:
     return all(map(OURS.fullmatch, names)) and any(name in BEGUN for name in names)
 
 
-def remove(leftover: Leftover, *, zero: bool = False) -> None:
-    """Kill the leftover's SMPs and delete its folder. `zero`: overwrite its slots first.
+def delete(arena: Path, *, zero: bool = False) -> None:
+    """Delete the folder of an arena that no SMP serves. `zero`: overwrite its slots first.
 
     Raises:
-        DeadlineExceeded: an SMP did not end.
-        ConfigError: something in the folder cannot be removed; the message names it.
+        ConfigError: something in it cannot be removed; the message names it.
     """
-    for smp in leftover.smps:
-        end(smp)
     try:
         if zero:
-            for path, _ in files_below(leftover.path):
+            for path, _ in files_below(arena):
                 if path.suffix in (".safetensors", ".parity") or path.name.startswith(GONE):
-                    with suppress(FileNotFoundError):
-                        wipe_file(path)
-        remove_tree(leftover.path)
-        _turn_path(leftover.path).unlink(missing_ok=True)  # left by a starter that was killed
+                    wipe_file(path)
+        remove_tree(arena)
+        _turn_path(arena).unlink(missing_ok=True)  # left by a starter that was killed
     except OSError as error:
-        raise ConfigError(f"{leftover.path} cannot be removed: {error}: remove it") from error
+        raise ConfigError(f"{arena} cannot be removed: {error}: remove it") from error
 
 
 def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S) -> list[Path]:
@@ -328,34 +250,17 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
             ):
                 continue
             with _locked(arena, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                dead = [each for each in find_leftovers(arena, older_than_s=older_than_s) if not each.smps]
-                if dead and not os.path.lexists(arena / "node.json"):
-                    remove(dead[0], zero=zero)
+                files = [status for _, status in files_below(arena)]
+                newest = max((file.st_mtime for file in files), default=time.time())
+                joined = os.path.lexists(arena / "node.json")
+                if not joined and time.time() - newest >= older_than_s and not user_of(arena):
+                    delete(arena, zero=zero)
                     removed.append(arena)
-                    log.warning("removed %s, an arena that no restart can use: %d bytes", arena, dead[0].bytes)
+                    size = sum(file.st_blocks * 512 for file in files)
+                    log.warning("removed %s, an arena that no restart can use: %d bytes", arena, size)
         except (OSError, ConfigError) as error:
             log.info("%s is left alone: %s", arena, error)  # an SMP owns it, or it is another user's, or just gone
     return removed
-
-
-def end(process: psutil.Process) -> None:
-    """Kill a process and wait until it has ended. It need not be reaped: not every container's init reaps.
-
-    Raises:
-        DeadlineExceeded: it does not end.
-    """
-    try:
-        ended = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    try:
-        process.kill()
-        if not await_end(ended, STOP_DEADLINE_S):
-            raise DeadlineExceeded(f"process {process.pid} did not end within {STOP_DEADLINE_S:.0f} s")
-    except psutil.NoSuchProcess:
-        pass  # it has ended already
-    finally:
-        os.close(ended)
 
 
 def running_owner(arena: Path) -> Owner | None:
@@ -413,7 +318,7 @@ def _running(owner: Owner | None) -> psutil.Process | None:
         return None
 
 
-def _user(folder: Path, smps: Sequence[psutil.Process]) -> int:
+def user_of(folder: Path, smps: Sequence[psutil.Process] = ()) -> int:
     """The pid of a process other than the SMPs that has files below the folder mapped; 0 if there is none. Deleted ones
     do not count: they were in an earlier arena of that name."""
     needle, others = f"{folder.resolve()}/", {smp.pid for smp in smps}

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.chaos.cluster import JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.leftovers import find_leftovers, remove
 
 pytestmark = pytest.mark.cluster
 NODES = 2

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.chaos.cluster import JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.leftovers import find_leftovers, remove
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.cluster

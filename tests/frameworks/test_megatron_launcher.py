@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from holdfast import ConfigError
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.megatron_lm import NEEDED, check, launch, main
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.deadlines import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]

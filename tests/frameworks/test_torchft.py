@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from holdfast.leftovers import find_leftovers
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, ProtocolError, StateMismatch
-from holdfast.smp_daemon.shared.spawn import find_leftovers
 
 pytest.importorskip("torchft")
 from holdfast.integrations.torchft import MemoryTransport

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.smp_daemon.shared.spawn import find_leftovers
+from holdfast.leftovers import find_leftovers
 from holdfast.snapshot.collective import agreement
 from holdfast.snapshot.collective.agreement import Agreement, Result, Values, work_in_rounds
 from holdfast.snapshot.collective.mesh import AgreementLost

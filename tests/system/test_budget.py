@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.leftovers import find_leftovers
 from holdfast.smp_daemon.shared import budget as budget_module
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.budget import RESERVE, wipe, wipe_file
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.spawn import find_leftovers, sweep
+from holdfast.smp_daemon.shared.spawn import sweep
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena

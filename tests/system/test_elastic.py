@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.leftovers import find_leftovers, remove
 
 pytestmark = pytest.mark.cluster
 SLOW = pytest.mark.slow

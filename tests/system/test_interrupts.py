@@ -20,8 +20,8 @@ import pytest
 from holdfast.cli.lifetime import COMMAND_ENV, run_to_the_end
 from holdfast.cli.main import main
 from holdfast.cli.output import EndedBySignal
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import folders_with
-from holdfast.smp_daemon.shared.scratch import Scratch
 from holdfast.smp_daemon.shared.spawn import running_process
 from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_kit import end

@@ -12,8 +12,8 @@ from statistics import fmean
 
 import pytest
 
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.deadlines import DEADLINE_S
 from tests.sampling import sampled
 from tests.scripts import python

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.records import PART
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
     JOB,

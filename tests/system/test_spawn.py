@@ -22,6 +22,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.cli.output import FAILED, NOT_FOUND
+from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -39,7 +40,7 @@ from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.priority import let_waker_go_on
 from holdfast.smp_daemon.shared.processes import await_end
 from holdfast.smp_daemon.shared.records import write_json
-from holdfast.smp_daemon.shared.spawn import find_leftovers, parse_report, remove, smp_options, start_smp
+from holdfast.smp_daemon.shared.spawn import parse_report, smp_options, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import spoken

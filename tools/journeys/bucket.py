@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.smp_daemon.shared.spawn import find_arenas, remove
+from holdfast.leftovers import find_arenas, remove
 from tools.journeys import watch
 from tools.journeys.hosts import Failed, Running, Shell
 from tools.journeys.newcomer import Hold, check_same, told

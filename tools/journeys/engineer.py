@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.leftovers import find_leftovers, remove
 from tools.journeys.hosts import Failed, Shell
 from tools.journeys.newcomer import checkout
 from tools.journeys.pages import Docs

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.leftovers import find_leftovers, remove
 from tools.journeys import bucket, watch
 from tools.journeys.hosts import Failed, Running, Shell
 from tools.journeys.newcomer import Hold, check_same, checkout, training

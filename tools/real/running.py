@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from holdfast.leftovers import find_leftovers, remove
 from tools.real import programs
 from tools.real.comparison import STEP, compare, read
 from tools.real.driver import Kill, Outcome, drive, plan

@@ -13,9 +13,9 @@ import psutil
 
 from holdfast.chaos.cluster import TARGET, History
 from holdfast.chaos.launcher import Launcher
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.paths import arena_base
-from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.proof.chaos.actions import obstacle
 from tests.proof.chaos.checks import CHECKS
 from tests.proof.chaos.cluster import ChaosCluster, ClockedLauncher

@@ -17,11 +17,11 @@ from holdfast.chaos.faults import SMP_FAILPOINTS
 from holdfast.chaos.launcher import Launcher
 from holdfast.chaos.node import VirtualNode
 from holdfast.chaos.runner import Event, release
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.messages import Drain
 from holdfast.smp_daemon.shared.paths import read_owner
-from holdfast.smp_daemon.shared.scratch import Scratch
 from tests.proof.chaos.actions import ACTIONS, check
 from tests.proof.chaos.faults import CATALOGUE, Fault, due_at
 from tests.proof.chaos.network import clocks

@@ -23,11 +23,11 @@ import psutil
 from holdfast.chaos.cluster import History
 from holdfast.chaos.runner import Event, LocalNode, Runner, Wiring, loopback_of, release, using_arenas
 from holdfast.integrations.ray.worker_group import Seat
+from holdfast.leftovers import end
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.processes import own_command, own_environment
-from holdfast.smp_daemon.shared.spawn import end
 
 JOB = "job"
 NODE_ENV = "HOLDFAST_NODE"
