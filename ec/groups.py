@@ -98,27 +98,16 @@ def _exchange(groups: list[list[int]], labels: Sequence[frozenset[str]], limit: 
         rise = sum(counts[a][label] >= limit for label in coming) + sum(counts[b][label] >= limit for label in leaving)
         return fall - rise
 
-    def best_partner(a: int, node: int) -> tuple[int, int, int] | None:
-        best: tuple[int, int, int] | None = None
-        for b in range(len(groups)):
-            if b == a:
-                continue
-            for other in groups[b]:
-                better = gain(a, node, b, other)
-                if better > 0 and (best is None or better > best[0]):
-                    best = (better, b, other)
-        return best
-
     for _ in range(MOST_ROUNDS):
         moved = False
         for a, group in enumerate(groups):
             for node in list(group):
                 if node not in group or all(counts[a][label] <= limit for label in labels[node]):
                     continue
-                found = best_partner(a, node)
-                if found is None:
+                partners = ((b, other) for b in range(len(groups)) if b != a for other in groups[b])
+                b, other = max(partners, key=lambda each: gain(a, node, *each), default=(a, node))
+                if gain(a, node, b, other) <= 0:
                     continue
-                _, b, other = found
                 group[group.index(node)] = other
                 groups[b][groups[b].index(other)] = node
                 counts[a].update(labels[other])

@@ -175,7 +175,7 @@ def some(texts: Sequence[str], most: int = 8, between: str = "; ") -> str:
 
 
 class _LastEvents(logging.Handler):
-    """Keeps the last lines that this process has logged. The handler's own lock guards `events`, except in `say`."""
+    """Keeps the last lines that this process has logged. The handler's own lock guards `events`."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -184,10 +184,6 @@ class _LastEvents(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()[:MAX_EVENT_CHARACTERS]
         self.events.appendleft(LogEvent(record.created, record.levelname.lower(), text))
-
-    def say(self, text: str) -> None:
-        """Add an event about the log itself."""
-        self.events.appendleft(LogEvent(time.time(), "error", text[:MAX_EVENT_CHARACTERS]))
 
 
 _last = _LastEvents()
@@ -246,7 +242,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
         before, self.problem = self.problem, ""
         super().emit(record)
         if self.problem and not before:
-            _last.say(self.problem)
+            _last.handle(logging.makeLogRecord({"msg": self.problem, "levelname": "ERROR"}))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Note why a line could not be written, usually because the disk is full."""
