@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.errors import NotFound
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners
 from holdfast.smp_daemon.shared.quantities import amount
-from holdfast.smp_daemon.shared.spawn import runs
+from holdfast.smp_daemon.shared.spawn import process_of
 
 LOOK_EVERY_S = 2.0
 """Interval between two looks of ``holdfast top``, in seconds."""
@@ -96,7 +96,7 @@ def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     safe = overview.safest
     if not overview.statuses:
         silent = f"the SMP {owner.pid} does not answer at {owner.host}:{owner.control_port}"
-        gone = silent if runs(owner) else f"its SMP {owner.pid} has ended; what it held is kept for the next one"
+        gone = silent if process_of(owner) else f"its SMP {owner.pid} has ended; what it held is kept for the next one"
         return [Text(f"{overview.job}: {'; '.join(overview.refusals) or gone}", style=COLOURS[-1])]
     style = COLOURS.get(safe.tolerates, "green") if safe else "yellow"
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]

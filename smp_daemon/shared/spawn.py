@@ -275,18 +275,13 @@ def running_owner(arena: Path) -> Owner | None:
         raise ProtocolError(
             f"{problem}. SMP {smp.pid} serves there: end it with `holdfast smp stop`, and the next one writes that file"
         )
-    return owner if _running(owner) is not None else None
-
-
-def runs(owner: Owner) -> bool:
-    """Whether the process of an SMP that was found in its arena still runs."""
-    return _running(owner) is not None
+    return owner if process_of(owner) is not None else None
 
 
 def running_process(arena: Path) -> psutil.Process | None:
     """The process of the SMP of `arena`; None if it does not run."""
     owner = known_owner(arena)
-    return _listening(arena) if owner is None else _running(owner)
+    return _listening(arena) if owner is None else process_of(owner)
 
 
 def serves(arena: Path, network: Network = MACHINE) -> bool:
@@ -306,7 +301,7 @@ def _listening(arena: Path, network: Network = MACHINE) -> psutil.Process | None
             return None
 
 
-def _running(owner: Owner | None) -> psutil.Process | None:
+def process_of(owner: Owner | None) -> psutil.Process | None:
     """The owner's process if it still runs, told by its start time from one that reuses its pid."""
     if owner is None:
         return None
