@@ -118,11 +118,10 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(
         self, trainer: Trainer, track: Callable[[InMemorySnapshot, Trainer], None] | None, options: dict[str, Any]
     ) -> None:
-        self.snapshot: InMemorySnapshot | None = None
+        self.snapshot: SettledSnapshot | None = None
         self._trainer = trainer
         self._track = track
         self._options = options
-        self._snap: SettledSnapshot | None = None
         self._callbacks: CallbackState | None = None
         self._history = _LogHistory()
         self._kept: SubclassState | None = None
@@ -146,17 +145,17 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         others = [callback for callback in trainer.callback_handler.callbacks if callback is not self]
         self._callbacks = CallbackState(snap, others, TrainerCallback, _state_of)
         snap.__enter__()
-        self._snap = self.snapshot = snap
+        self.snapshot = snap
         if self._held is not None:
             self._load(self._held, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._held = None
-        if self._snap is not None and self._callbacks is not None:
-            self._snap.settle()  # the first time, this restores the generators
+        if self.snapshot is not None and self._callbacks is not None:
+            self.snapshot.settle()  # the first time, this restores the generators
             self._callbacks.look()
             if self._kept is not None:
-                self._kept.check(self._snap.tracked)
+                self._kept.check(self.snapshot.tracked)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._has_stopped_early():
@@ -165,8 +164,8 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             self._begin_epoch(self._epoch + 1, state.global_step, self._steps)
         if self._reading is not None:
             self._reading.between()
-        if self._snap is not None:
-            self._snap.settle()
+        if self.snapshot is not None:
+            self.snapshot.settle()
 
     # Replacements of the trainer's methods.
 
@@ -251,8 +250,8 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         }
 
     def _beat(self) -> None:
-        if self._snap is not None:
-            self._snap.heartbeat()
+        if self.snapshot is not None:
+            self.snapshot.heartbeat()
 
     def _set(self, held: dict[str, Any]) -> None:
         self._held = held
@@ -276,10 +275,10 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def leave(self, error: BaseException | None) -> None:
         """Training has ended by `error`, or, if it is None, well or early."""
         try:
-            if self._snap is not None:
-                self._snap.leave(error, early=error is None and self._has_stopped_early())
+            if self.snapshot is not None:
+                self.snapshot.leave(error, early=error is None and self._has_stopped_early())
         finally:
-            self._snap = self.snapshot = None
+            self.snapshot = None
             self._held = self._kept = self._reading = None
             self._begin_epoch(0, 0, 1)
 
