@@ -191,7 +191,7 @@ class MemoryReader(StorageReader):
             for coord in plan.sources.layout.coords
             if first_on.get(node_of.get(plan.sources.shards.get(coord, ("", 0)), ""), "rank0") == self._memory.coord
         ]
-        texts = json.dumps([self._record(coord).decode() for coord in mine]).encode()
+        texts = json.dumps([read_record(s.view, form).decode() for s, form in map(self._shard, mine)]).encode()
         records = [_read_record(t) for part in self._memory.agreement.gather(texts) for t in json.loads(part)]
         if self._name and (others := {name for name, *_ in records} - {self._name}):
             raise ConfigError(f"the checkpoint in memory is {others.pop()!r}, not {self._name!r}")
@@ -272,10 +272,6 @@ class MemoryReader(StorageReader):
         if coord not in self._shards:
             self._shards[coord] = self._memory.recover(self._plan, coord)
         return self._shards[coord]
-
-    def _record(self, coord: str) -> bytes:
-        shard, form = self._shard(coord)
-        return read_record(shard.view, form)
 
 
 def _described(item: WriteItem) -> tuple[Any, Any]:

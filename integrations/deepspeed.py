@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ from holdfast.snapshot.copy.tensors import read_leaf
 from holdfast.snapshot.memory import Memory
 from holdfast.snapshot.resume.restore import repair_parity
 from holdfast.snapshot.state.values import decode, encode
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The holder of a file: a coordinate, and the address of the SMP that has its shard."""
-
-    coord: str
-    address: Address
 
 
 class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ignore]
@@ -66,7 +57,8 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         self.name = "MemoryCheckpointEngine"
         self._memory = memory = Memory(job, ".deepspeed", arena, start=start, protect=protect, deadline_s=deadline_s)
         self._saving: dict[str, Any] = {}
-        self._files: dict[str, Holder] = {}
+        self._files: dict[str, tuple[str, Address]] = {}
+        """By file: the coordinate that holds it, and the SMP that has its shard."""
         self._placeholders: list[Path] = []
         coords, inventories = memory.find()
         plan = plan_restore(inventories, coords)
@@ -110,13 +102,13 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             ConfigError: the checkpoint in memory has no such file.
         """
         name = os.path.normpath(path)
-        holder = self._files.get(name)
-        if holder is None:
+        if name not in self._files:
             raise ConfigError(
                 f"{path} is not in the checkpoint that job {self._memory.job!r} has in memory, which has "
                 f"{sorted(self._files) or 'no files'}; only the newest is kept. To begin anew remove the file `latest`"
             )
-        with RemoteShard(holder.address, self._memory.job, holder.coord) as shard:
+        coord, address = self._files[name]
+        with RemoteShard(address, self._memory.job, coord) as shard:
             form = shard.read_format()
             shard.fetch_all()
             encoded = json.loads(read_record(shard.view, form))["files"][name]
@@ -139,9 +131,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         memory = self._memory
         mine = [memory.coord, memory.client.inventory().bulk, list(record["files"]), record["latest"]]
         everyone = [json.loads(text) for text in memory.agreement.gather(json.dumps(mine).encode())]
-        self._files = {
-            path: Holder(coord, (address[0], address[1])) for coord, address, paths, _ in everyone for path in paths
-        }
+        self._files = {path: (coord, (host, port)) for coord, (host, port), paths, _ in everyone for path in paths}
         texts = dict.fromkeys(self._files, f"in memory, under holdfast's job {memory.job}\n")
         texts |= {latest[0]: latest[1] for _, _, _, latest in everyone if latest}
         if memory.is_first_of_node:
