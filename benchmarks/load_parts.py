@@ -36,7 +36,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
-from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from holdfast.snapshot.resume.arrange import arrange, node_of_rank, parse_protect
 from tests.proof.chaos.network.namespaces import inside, place_of
 
 JOB = "bench-load"
@@ -232,7 +232,7 @@ class Fleet:
         leaf = Leaf("state", "U8", (shard_bytes,))
         self.forms = [plan_slot(JOB, f"dp{i}", [leaf], 64) for i in range(len(self.nodes))]
         ranks = [
-            RankInfo.of(f"dp{i}", client.inventory(), self.forms[i].total_bytes)
+            node_of_rank(client.inventory(), f"dp{i}", self.forms[i].total_bytes)
             for i, client in enumerate(self.clients)
         ]
         self.layout = arrange(JOB, 1, ranks, parse_protect(protect), 2)

@@ -40,12 +40,12 @@ from holdfast.smp_daemon.coding.regroup import plan_regroup
 from holdfast.smp_daemon.recovery.redundancy import redundancies
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.collective.mesh import Mesh, distances, sockets_needed
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.snapshot.resume.arrange import Protection, arrange
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.entering import Entering, exchange
 from holdfast.snapshot.resume.reserve import lay_out
@@ -129,17 +129,16 @@ def machine() -> str:
 # ---------------------------------------------------------------------- a large job
 
 
-def rank_infos(nodes: int) -> list[RankInfo]:
-    """The `RankInfo` of each rank of a job: tensor parallel within a node, pipelines of 16 stages across nodes."""
+def rank_infos(nodes: int) -> list[Node]:
+    """What each rank of a job says of itself: tensor parallel within a node, pipelines of 16 stages across nodes."""
     stages = 16 if nodes >= 256 else 1
     return [
-        RankInfo(
-            f"pp{node % stages}-tp{place}-cp0-ep0-dp{node // stages}",
+        Node(
             f"gpu-node-{node:05d}",
             f"10.{node // 62_500}.{node // 250 % 250}.{node % 250 + 1}",
             40_001,
             40_002,
-            SHARD_BYTES,
+            (Shard(f"pp{node % stages}-tp{place}-cp0-ep0-dp{node // stages}", SHARD_BYTES),),
             (f"rack=r{node // 4:04d}",),
         )
         for node in range(nodes)
@@ -287,7 +286,7 @@ def be_rank(rank: int, size: int, host: str, port: int, namespace: str | None, r
     layouts = [large_layout(-(-size // RANKS_A_NODE), epoch) for epoch in (2, 3)]
     held = inventory(layouts, rank // RANKS_A_NODE)
     client: Any = FirstSmp(held.node, encode_json(held.to_plain()))
-    rank_coord = rank_infos(len(layouts[-1].nodes))[rank].coord
+    rank_coord = rank_infos(len(layouts[-1].nodes))[rank].shards[0].coord
     agree()
     received, cpu = mesh.received_bytes, time.process_time()
     entered = exchange(client, MeshAgreement(mesh), rank_coord)
@@ -430,7 +429,7 @@ def entering(ranks: int) -> dict[str, Any]:
     infos = rank_infos(nodes)
     client: Any = FirstSmp(held[0].node, encode_json(held[0].to_plain()))
     facts = [
-        encode_json(Entering(info.coord, info.node, (info.host, info.control_port), StartOptions(), DRAWN, NOW_S))
+        encode_json(Entering(info.shards[0].coord, info.name, info.control, StartOptions(), DRAWN, NOW_S))
         for info in infos
     ]
     said = [b""] * ranks
@@ -438,8 +437,8 @@ def entering(ranks: int) -> dict[str, Any]:
     restart = PlayedAgreement(ranks, [facts, said])
     told = {"ranks": ranks}
     with noting(told, "enter", restart):
-        exchange(client, restart, infos[0].coord)
-    sets = [info.coord.rpartition("-dp")[0].encode() for info in infos]
+        exchange(client, restart, infos[0].shards[0].coord)
+    sets = [info.shards[0].coord.rpartition("-dp")[0].encode() for info in infos]
     shares = PlayedAgreement(ranks, [sets])
     weights = [
         LiveTensor(f"weight{i}", torch.full((8,), float(i)), Change.STEP, replicated=True) for i in range(LEAVES)
@@ -449,7 +448,7 @@ def entering(ranks: int) -> dict[str, Any]:
         agree_on_shares(shares, sets[0].decode(), iter(weights))
         first = infos[0]
         domains, protection = first.domains, Protection(7, 1)
-        lay_out(client, anew, "job", 4, first.coord, SHARD_BYTES, protection, SLOTS, domains, run=UNNAMED)
+        lay_out(client, anew, "job", 4, first.shards[0].coord, SHARD_BYTES, protection, SLOTS, domains, run=UNNAMED)
     return told
 
 

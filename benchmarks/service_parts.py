@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,13 +28,13 @@ from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
 from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
-from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from holdfast.snapshot.resume.arrange import arrange, node_of_rank, parse_protect
 
 JOB = "bench-service"
 DEADLINE_S = 60.0
@@ -108,8 +107,8 @@ def _train(orders: Connection, arena: Path, coord: str, length: int) -> None:
         match order["op"]:
             case "rank":
                 inventory = client.inventory()
-                rank = RankInfo.of(coord, inventory, shard.form.total_bytes)
-                return {"rank": asdict(rank), "inventory": inventory.to_plain()}
+                rank = node_of_rank(inventory, coord, shard.form.total_bytes)
+                return {"rank": to_plain(rank), "inventory": inventory.to_plain()}
             case "join":
                 client.join(order["epoch"])
             case "configure":
@@ -207,7 +206,7 @@ class Job:
             if not all(answer["same"] for answer in found):
                 raise HoldfastError(f"{plan.snapshot} came back, and differs")
             self.protected, self.step = plan.snapshot, plan.snapshot.step
-        layout = arrange(JOB, self.epoch, [from_plain(RankInfo, a["rank"]) for a in ranks], self._protect, 3)
+        layout = arrange(JOB, self.epoch, [from_plain(Node, a["rank"]) for a in ranks], self._protect, 3)
         self.ask(op="configure", layout=to_plain(layout))
 
     def take(self, fault: Callable[[], None] | None = None) -> list[Answer]:

@@ -152,7 +152,6 @@ class Layouts:
             rank.domains,
             run=self._run,
             parity_slots=self._options.parity_slots,
-            protect_every=self._options.protect_every,
         )
         reserving = Reserving(rank.client, self.layout, rank.coord, there, lambda slots: self._pin(reserving, slots))
         self._usable, self._reserving = 0, reserving

@@ -159,6 +159,7 @@ class Options:
             self.run,
             self.give_up,
             self.block or 1,
+            self.protect_every,
         )
 
     @property

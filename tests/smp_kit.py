@@ -34,7 +34,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.identity import Run as JobRun
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, Node, SnapshotId
 from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from holdfast.smp_daemon.shared.plain import decode_digested
 from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
@@ -42,7 +42,7 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
-from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from holdfast.snapshot.resume.arrange import arrange, node_of_rank, parse_protect
 from tests.deadlines import DEADLINE_S, await_that
 from tests.smp_zygote import Forked, Zygote
 
@@ -518,9 +518,9 @@ class Trainer:
     def recover(self, plan: RestorePlan) -> RecoveredShard:
         return self.client.recover(plan.sources, self.coord)
 
-    def rank(self) -> RankInfo:
-        """This trainer's `RankInfo` for the other ranks."""
-        return RankInfo.of(self.coord, self.client.inventory(), self.form.total_bytes)
+    def rank(self) -> Node:
+        """What this trainer tells the other ranks of itself."""
+        return node_of_rank(self.client.inventory(), self.coord, self.form.total_bytes)
 
 
 class Run:

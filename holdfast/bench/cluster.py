@@ -31,7 +31,7 @@ from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, SlotFormat, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
-from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from holdfast.snapshot.resume.arrange import arrange, node_of_rank, parse_protect
 
 LOST = 1
 """Index of the node that loses its memory."""
@@ -133,7 +133,7 @@ class Cluster:
     def configure(self, protect: str) -> None:
         """Give all SMPs a layout, for which they reserve memory: `SLOTS` slots per shard."""
         ranks = [
-            RankInfo.of(f"dp{i}", client.inventory(), form.total_bytes)
+            node_of_rank(client.inventory(), f"dp{i}", form.total_bytes)
             for i, (client, form) in enumerate(zip(self.clients, self._formats, strict=True))
         ]
         self._layout = arrange("bench", self._epoch, ranks, parse_protect(protect), SLOTS)

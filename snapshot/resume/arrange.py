@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from holdfast.ec import choose_unit_bytes, crowded, plan_groups
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -15,9 +15,7 @@ from holdfast.smp_daemon.shared.identity import UNNAMED, Run
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.limits import MAX_NAME_BYTES
-from holdfast.smp_daemon.shared.plain import Address, Count, Port
 from holdfast.smp_daemon.shared.quantities import duration
-from holdfast.snapshot.step.ledger import ProtectEvery
 
 LARGEST_AUTO_GROUP = 8
 
@@ -65,34 +63,11 @@ def parse_protect(text: str) -> Protection:
     return Protection(data=k, parity=m)
 
 
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """One rank's description of itself: its coordinate, its node's SMP, the length of its slot file, its domains, and
-    which snapshots it expects to be protected."""
-
-    coord: str
-    node: str
-    host: str
-    control_port: Port
-    bulk_port: Port
-    slot_bytes: Count
-    domains: tuple[str, ...] = ()
-    more_bulk: tuple[Address, ...] = ()
-    protect_every: ProtectEvery = 1
-
-    @classmethod
-    def of(
-        cls,
-        coord: str,
-        inventory: Inventory,
-        slot_bytes: int,
-        domains: tuple[str, ...] = (),
-        protect_every: ProtectEvery = 1,
-    ) -> RankInfo:
-        """The description of a rank on the node whose SMP gave `inventory`."""
-        ports = inventory.control_port, inventory.bulk_port
-        more = inventory.more_bulk
-        return cls(coord, inventory.node, inventory.host, *ports, slot_bytes, domains, more, protect_every)
+def node_of_rank(inventory: Inventory, coord: str, slot_bytes: int, domains: Sequence[str] = ()) -> Node:
+    """One rank's description of itself for `arrange`: its node, whose SMP gave `inventory`, with that rank alone."""
+    ports = inventory.control_port, inventory.bulk_port
+    shards = (Shard(coord, slot_bytes),)
+    return Node(inventory.node, inventory.host, *ports, shards, tuple(domains), inventory.more_bulk)
 
 
 def coordinate_key(coord: str) -> list[int | str]:
@@ -103,7 +78,7 @@ def coordinate_key(coord: str) -> list[int | str]:
 def arrange(
     job: str,
     epoch: int,
-    ranks: Sequence[RankInfo],
+    ranks: Sequence[Node],
     protection: Protection,
     slots: int,
     parity_slots: int | None = None,
@@ -111,36 +86,19 @@ def arrange(
 ) -> Layout:
     """The layout of `job` in `epoch`, which is of `run`. Nodes are ordered by their first coordinate, not by name.
 
-    Raises:
-        ConfigError: two ranks have the same coordinate, or two SMPs the same node name; or ranks disagree on which
-            snapshots are protected.
+    Args:
+        ranks: from `node_of_rank`. Their coordinates, and the addresses of their SMPs, were compared as they entered.
     """
-    if len({rank.protect_every for rank in ranks}) > 1:
-        other = next(rank for rank in ranks if rank.protect_every != ranks[0].protect_every)
-        raise ConfigError(
-            f"protect_every is {ranks[0].protect_every!r} on {ranks[0].coord} and {other.protect_every!r} on "
-            f"{other.coord}: give the same on every rank"
-        )
-    by_node: dict[str, list[RankInfo]] = {}
-    for rank in sorted(ranks, key=lambda rank: coordinate_key(rank.coord)):
-        by_node.setdefault(rank.node, []).append(rank)
-    for name, members in by_node.items():
-        if len({(r.host, r.control_port, r.bulk_port, r.more_bulk) for r in members}) > 1:
-            raise ConfigError(f"two SMPs call their node {name!r}: give each host its own HOLDFAST_NODE")
-    for coord, count in Counter(rank.coord for rank in ranks).items():
-        if count > 1:
-            raise ConfigError(f"two ranks have the coordinate {coord!r}")
+    by_node: dict[str, list[Node]] = {}
+    for rank in sorted(ranks, key=lambda rank: coordinate_key(rank.shards[0].coord)):
+        by_node.setdefault(rank.name, []).append(rank)
     nodes = tuple(
-        Node(
-            name,
-            members[0].host,
-            members[0].control_port,
-            members[0].bulk_port,
-            tuple(Shard(rank.coord, rank.slot_bytes) for rank in members),
-            tuple(sorted({label for rank in members for label in rank.domains})),
-            members[0].more_bulk,
+        replace(
+            members[0],
+            shards=tuple(chain.from_iterable(rank.shards for rank in members)),
+            domains=tuple(sorted({label for rank in members for label in rank.domains})),
         )
-        for name, members in by_node.items()
+        for members in by_node.values()
     )
     chosen = protection.for_nodes(len(nodes))
     domains = [node.domains for node in nodes]
@@ -152,7 +110,7 @@ def arrange(
         groups=plan_groups(len(nodes), max(2, chosen.data + chosen.parity), max(1, chosen.parity), domains),
         data=chosen.data,
         parity=chosen.parity,
-        unit_bytes=choose_unit_bytes(max(rank.slot_bytes for rank in ranks), chosen.data),
+        unit_bytes=choose_unit_bytes(max(rank.state_bytes for rank in ranks), chosen.data),
         slots=slots,
         parity_slots=parity_slots,
         run=run,

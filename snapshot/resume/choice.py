@@ -23,6 +23,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snaps
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
 from holdfast.smp_daemon.shared.settings import GENERATIONS, GIVE_UP, MAX_REPEATS, REQUIRE, RESTORE_STEP, RUN
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop
+from holdfast.snapshot.step.ledger import ProtectEvery
 
 MAX_REPEATS_ENV = MAX_REPEATS.variable
 RESTORE_STEP_ENV = RESTORE_STEP.variable
@@ -52,6 +53,7 @@ class StartOptions:
         run: id of the run to go on with; empty: the one that was begun last, see `shared.runs`.
         give_up: ids of runs that are over: none of their snapshots is used.
         block: number of the block of the script that is entered.
+        protect_every: which snapshots are protected.
     """
 
     max_repeats: int = MAX_REPEATS.value({})
@@ -61,6 +63,7 @@ class StartOptions:
     run: str = ""
     give_up: tuple[str, ...] = ()
     block: int = 1
+    protect_every: ProtectEvery = 1
 
     @classmethod
     def of_run(cls) -> StartOptions:
@@ -93,7 +96,7 @@ def agree(everyones: Sequence[StartOptions]) -> StartOptions:
         others = next(rank for rank, options in enumerate(everyones) if options != everyones[0])
         raise ConfigError(
             f"ranks enter different blocks of the script, or were started with different {MAX_REPEATS_ENV}, "
-            f"{GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {REQUIRE_ENV}, {RUN_ENV} or {GIVE_UP_ENV} "
+            f"{GENERATIONS_ENV}, {RESTORE_STEP_ENV}, {REQUIRE_ENV}, {RUN_ENV}, {GIVE_UP_ENV} or protect_every= "
             f"(rank 0: {everyones[0]}; rank {others}: {everyones[others]}): set the same values on all ranks"
         )
     return everyones[0]

@@ -22,14 +22,13 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.failures import NODE_MTBF_S
 from holdfast.smp_daemon.shared.identity import Run
-from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.layout import Layout, Node
 from holdfast.smp_daemon.shared.limits import is_at_once
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from holdfast.smp_daemon.shared.settings import MTBF
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange, shortfalls
-from holdfast.snapshot.step.ledger import ProtectEvery
+from holdfast.snapshot.resume.arrange import Protection, arrange, node_of_rank, shortfalls
 
 TURN_DEADLINE_S = 60.0
 """Timeout of `node_turn`, in seconds. A turn takes less than a second, with its rest; a node may have 16 ranks."""
@@ -93,7 +92,6 @@ def lay_out(
     *,
     run: Run,
     parity_slots: int | None = None,
-    protect_every: ProtectEvery = 1,
 ) -> tuple[Layout, int]:
     """Agree on the layout of `epoch`, and have every SMP begin to reserve its memory.
 
@@ -103,7 +101,6 @@ def lay_out(
         coord, slot_bytes: the caller's coordinate, and the length of the slots that it needs.
         run: the run that the epoch belongs to.
         parity_slots: see `Layout`.
-        protect_every: which snapshots are protected; the same on every rank.
 
     Returns:
         The layout, and how many slots of every shard, and of parity, are already reserved on this node.
@@ -113,12 +110,12 @@ def lay_out(
         HoldfastError: memory cannot be reserved, here or for another rank; raised on every rank.
     """
 
-    def describe() -> RankInfo:
+    def describe() -> Node:
         client.join(epoch)
-        return RankInfo.of(coord, client.inventory(), slot_bytes, tuple(domains), protect_every)
+        return node_of_rank(client.inventory(), coord, slot_bytes, domains)
 
     mine = _together(agreement, describe)
-    everyone = [decode_json(RankInfo, t, "a rank's description") for t in agreement.gather(encode_json(mine))]
+    everyone = [decode_json(Node, t, "a rank's description") for t in agreement.gather(encode_json(mine))]
     layout = arrange(job, epoch, everyone, protection, slots, parity_slots, run)
     speaker = layout.node(client.node).shards[0].coord  # one rank of each node gives the SMP the layout
     there = _together(agreement, lambda: client.configure(layout, wait=False) if speaker == coord else 0)
@@ -127,7 +124,7 @@ def lay_out(
         for shortfall in shortfalls(layout, MTBF.value() or NODE_MTBF_S):
             log.log(logging.INFO if is_meant else logging.WARNING, "%s", shortfall)
     told = agreement.gather(str(there).encode())
-    return layout, int(told[next(rank for rank, info in enumerate(everyone) if info.coord == speaker)])
+    return layout, int(told[next(rank for rank, node in enumerate(everyone) if node.shards[0].coord == speaker)])
 
 
 def await_slots(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from dataclasses import replace
 
 import pytest
 
@@ -17,10 +16,10 @@ from holdfast.smp_daemon.shared.messages import AskShard
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import connect
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.snapshot.resume.arrange import Protection, arrange, node_of_rank
 from tests.smp_kit import JOB, Ground, SmpProcess, refusal
 from tests.system.test_regroup import SNAPSHOT, everything, layout_of
-from tests.unit.test_arrange import RANK
+from tests.unit.test_arrange import rank
 
 ELSEWHERE = "203.0.113.7"
 """An address that no host has: it is reserved for documentation (RFC 5737)."""
@@ -113,10 +112,9 @@ def test_where_the_port_is_taken_on_another_address_it_has_one_of_its_own_there(
 def test_a_layout_has_the_addresses_that_its_smps_say(ground: Ground) -> None:
     smp = on_several(ground, 2)
     inventory = smp.client().inventory()
-    rank = RankInfo.of("dp0", inventory, 8192)
-    layout = arrange(JOB, 1, [rank, replace(RANK, coord="dp1", node="elsewhere")], Protection(1, 1), 3)
+    layout = arrange(JOB, 1, [node_of_rank(inventory, "dp0", 8192), rank(1, "elsewhere")], Protection(1, 1), 3)
     assert layout.node(smp.name).bulk_addresses == inventory.bulk_addresses
-    assert layout.node("elsewhere").bulk_addresses == ((RANK.host, RANK.bulk_port),)
+    assert layout.node("elsewhere").bulk_addresses == (("host-elsewhere", 7001),)
 
 
 def test_a_spare_of_several_cards_is_taken_in_with_all_of_them() -> None:

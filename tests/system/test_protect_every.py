@@ -29,7 +29,8 @@ from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.snapshot.delays import Delays
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
-from holdfast.snapshot.resume.arrange import RankInfo, arrange, parse_protect
+from holdfast.snapshot.resume.arrange import arrange
+from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, parity_slots
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import PROTECTED, Run, playground, run_on
@@ -109,16 +110,9 @@ def test_only_as_many_parity_slots_are_reserved_as_are_asked_for() -> None:
             assert (shards, parities) == (4, 2)
 
 
-DIFFERENT: tuple[ProtectEvery, ...] = (2, 2, "auto")
-
-
 def test_ranks_that_would_protect_different_snapshots_are_told() -> None:
-    ranks = [
-        RankInfo(f"dp{rank}", f"node{rank}", "h", rank, rank, 8192, protect_every=every)
-        for rank, every in enumerate(DIFFERENT)
-    ]
-    with pytest.raises(ConfigError, match=r"2 on dp0 .*'auto' on dp2"):
-        arrange("j", 1, ranks, parse_protect("auto"), 3)
+    with pytest.raises(ConfigError, match=r"protect_every=.*2.*'auto'"):
+        agree([StartOptions(protect_every=2), StartOptions(protect_every=2), StartOptions(protect_every="auto")])
 
 
 # ---------------------------------------------------------------------- one process

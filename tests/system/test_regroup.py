@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.messages import Adopt, Encode, Release
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.plan import parity_repairer, plan_restore
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.snapshot.resume.arrange import Protection, arrange
 from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
 
 SNAPSHOT = SnapshotId(3, 8)
@@ -22,7 +22,7 @@ SNAPSHOT = SnapshotId(3, 8)
 
 def layout_of(nodes: int, data: int, parity: int, *, per_node: int = 1) -> Layout:
     ranks = [
-        RankInfo(f"dp{i}", f"node{i // per_node}", f"10.0.0.{i // per_node}", 1, 2, 100 + i)
+        Node(f"node{i // per_node}", f"10.0.0.{i // per_node}", 1, 2, (Shard(f"dp{i}", 100 + i),))
         for i in range(nodes * per_node)
     ]
     return arrange("job", SNAPSHOT.epoch, ranks, Protection(data, parity), 3)

@@ -27,7 +27,7 @@ from holdfast.smp_daemon.shared.board import REFUSED
 from holdfast.smp_daemon.shared.budget import PART_BYTES, Budget
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NoFreeSlot, ProtocolError, StaleEpoch
-from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.layout import Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
 from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.owners import FREE, Owners, taken
@@ -38,7 +38,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Deleted, SlotMemory, SlotPool, SlotState
 from holdfast.smp_daemon.storage.reserver import Reserver
 from holdfast.smp_daemon.storage.store import Store
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.snapshot.resume.arrange import Protection, arrange
 from holdfast.snapshot.resume.reserve import REST, Reserving
 from tests.deadlines import DEADLINE_S
 from tests.proof.crash_kit import next_life
@@ -535,7 +535,7 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
         pass
 
     store = Store(Arena(tmp_path / "a"), JOB, "n0", on_sealed=none, on_parity=none, on_protected=none, on_epoch=none)
-    layout = arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, PAGE)], Protection(0, 0), 2)
+    layout = arrange(JOB, 1, [Node("n0", "127.0.0.1", 1, 2, (Shard("dp0", PAGE),))], Protection(0, 0), 2)
     store.join(1)
     store.configure(layout)
     await_reserved(store)

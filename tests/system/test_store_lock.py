@@ -19,12 +19,13 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.smp_daemon.ops.status import take_statuses
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.layout import Node, Shard
 from holdfast.smp_daemon.shared.limits import AT_ONCE_BYTES
 from holdfast.smp_daemon.shared.spawn import smp_options
 from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.store import Store
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.snapshot.resume.arrange import Protection, arrange
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, run_on, shard_file
 from tests.traced_smp import TRACE, TracedCondition, condition_for
@@ -245,7 +246,7 @@ def test_what_is_done_at_once_with_few_bytes_is_seen(tmp_path: Path, monkeypatch
     arena = Arena(tmp_path / "a", memory=AT_ONCE_BYTES)
     store = Store(arena, JOB, "n0", on_sealed=none, on_parity=none, on_protected=none, on_epoch=none, network=Traced())
     store.join(1)
-    store.configure(arrange(JOB, 1, [RankInfo("dp0", "n0", "127.0.0.1", 1, 2, 4096)], Protection(0, 0), 2))
+    store.configure(arrange(JOB, 1, [Node("n0", "127.0.0.1", 1, 2, (Shard("dp0", 4096),))], Protection(0, 0), 2))
     assert noted["posix.posix_fallocate"] == {
         "shared.board.Board.__init__",
         "shared.budget.Budget.reserve_part",

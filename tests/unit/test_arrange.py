@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,34 +14,30 @@ from holdfast.ec.stripes import DEFAULT_UNIT_BYTES
 from holdfast.planner.failures import from_profile
 from holdfast.planner.profiles import PUBLISHED, profile
 from holdfast.planner.survival import Domains, judge
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
-from holdfast.smp_daemon.shared.layout import Layout
-from holdfast.smp_daemon.shared.plain import from_plain
+from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.snapshot.resume.arrange import (
     TARGET,
     Protection,
-    RankInfo,
     arrange,
     coordinate_key,
     parse_domains,
     parse_protect,
     shortfalls,
 )
-from tests.strategies import through_json
 
 AUTO = Protection(data=0, parity=1)
-RANK = RankInfo("dp0", "a", "10.0.0.1", control_port=1, bulk_port=2, slot_bytes=8192, domains=("rack=r7", "pod=1"))
 
 
-def rank(index: int, node: str, slot_bytes: int = 8192, domains: tuple[str, ...] = ()) -> RankInfo:
-    return RankInfo(f"pp0-dp{index}", node, f"host-{node}", 7000, 7001, slot_bytes, domains)
+def rank(index: int, node: str, slot_bytes: int = 8192, domains: tuple[str, ...] = ()) -> Node:
+    return Node(node, f"host-{node}", 7000, 7001, (Shard(f"pp0-dp{index}", slot_bytes),), domains)
 
 
-def job(ranks: int, per_node: int, prefix: str = "node") -> list[RankInfo]:
+def job(ranks: int, per_node: int, prefix: str = "node") -> list[Node]:
     return [rank(i, f"{prefix}{i // per_node}") for i in range(ranks)]
 
 
-def arranged(ranks: list[RankInfo], protection: Protection = AUTO) -> Layout:
+def arranged(ranks: list[Node], protection: Protection = AUTO) -> Layout:
     return arrange("run", 3, ranks, protection, slots=2)
 
 
@@ -55,11 +51,11 @@ def test_the_order_in_which_ranks_speak_does_not_matter(ranks: int, per_node: in
 @given(st.integers(2, 24), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_nodes_are_ordered_by_coordinates_whatever_they_are_called(ranks: int, per_node: int, random: Any) -> None:
     everyone = job(ranks, per_node)
-    names = sorted({r.node for r in everyone})
+    names = sorted({r.name for r in everyone})
     renamed = dict(zip(names, random.sample(names, len(names)), strict=True))
-    layout = arranged([replace(r, node=renamed[r.node]) for r in everyone])
+    layout = arranged([replace(r, name=renamed[r.name]) for r in everyone])
     assert layout.coords == tuple(f"pp0-dp{i}" for i in range(ranks))
-    assert [n.name for n in layout.nodes] == list(dict.fromkeys(renamed[r.node] for r in everyone))
+    assert [n.name for n in layout.nodes] == list(dict.fromkeys(renamed[r.name] for r in everyone))
 
 
 def test_dp2_comes_before_dp10() -> None:
@@ -92,21 +88,6 @@ def test_every_rank_is_in_the_layout_with_its_node_and_its_length() -> None:
     assert (layout.job, layout.epoch, layout.revision, layout.slots) == ("run", 3, 0, 2)
     assert (layout.data, layout.parity) == (1, 1)
     assert (layout.nodes[0].control_port, layout.nodes[0].bulk_port) == (7000, 7001)
-
-
-def test_two_ranks_with_one_coordinate_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the coordinate 'pp0-dp1'"):
-        arranged([rank(0, "a"), rank(1, "b"), rank(1, "c")])
-    with pytest.raises(ConfigError, match="the coordinate 'pp0-dp1'"):
-        arranged([rank(1, "a"), rank(1, "a")])
-
-
-@pytest.mark.parametrize(
-    "other", [{"host": "elsewhere"}, {"control_port": 9}, {"bulk_port": 9}, {"more_bulk": (("10.0.1.1", 7001),)}]
-)
-def test_two_smps_with_one_node_name_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"'a': .*HOLDFAST_NODE"):
-        arranged([rank(0, "a"), replace(rank(1, "a"), **other)])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +174,12 @@ def test_groups_that_can_lose_two_are_not_torn_apart_to_lose_one() -> None:
 )
 def test_units_spread_the_longest_shard_over_the_group(longest: int, nodes: int, unit_bytes: int) -> None:
     ranks = [*job(nodes - 1, 1), rank(99, "last", longest)]
-    assert arranged([replace(r, slot_bytes=min(r.slot_bytes, longest)) for r in ranks]).unit_bytes == unit_bytes
+    assert (
+        arranged(
+            [replace(r, shards=(Shard(r.shards[0].coord, min(r.state_bytes, longest)),)) for r in ranks]
+        ).unit_bytes
+        == unit_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -353,38 +339,10 @@ def test_a_dimension_that_a_rank_does_not_have_is_refused(text: str) -> None:
 def test_the_domains_of_ranks_that_are_taken_away_at_once_spread_over_groups() -> None:
     """``@dp`` on two pipeline stages: no group has more than one node of a replica."""
     ranks = [
-        RankInfo(f"pp{p}-dp{d}", f"node{p}{d}", "h", 1, p * 8 + d, 8192, parse_domains("@dp", f"pp{p}-dp{d}"))
+        Node(f"node{p}{d}", "h", 1, p * 8 + d, (Shard(f"pp{p}-dp{d}", 8192),), parse_domains("@dp", f"pp{p}-dp{d}"))
         for p in range(2)
         for d in range(4)
     ]
     layout = arranged(ranks, Protection(3, 1))
     replicas = [sorted(node.domains for node in layout.members(g)) for g in (0, 1)]
     assert replicas == [[("dp=0",), ("dp=1",), ("dp=2",), ("dp=3",)]] * 2
-
-
-# ---------------------------------------------------------------------- JSON
-
-
-def test_a_rank_comes_back_from_json() -> None:
-    assert from_plain(RankInfo, through_json(asdict(RANK))) == RANK
-
-
-def test_a_rank_without_domains_is_in_none() -> None:
-    lacking = {name: kept for name, kept in asdict(RANK).items() if name != "domains"}
-    assert from_plain(RankInfo, lacking) == replace(RANK, domains=())
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(None, [1], {}),
-        *({**asdict(RANK), "domains": domains} for domains in (None, True, [1], [["rack=r7"]])),
-        *({**asdict(RANK), "more_bulk": more} for more in (None, 7, [["10.0.1.1"]], [["10.0.1.1", 70_000]])),
-        *({**asdict(RANK), key: [None]} for key in asdict(RANK)),
-        *({name: kept for name, kept in asdict(RANK).items() if name != key} for key in ("coord", "slot_bytes")),
-    ],
-    ids=str,
-)
-def test_what_does_not_describe_a_rank_is_refused(data: Any) -> None:
-    with pytest.raises(ProtocolError, match="not RankInfo"):
-        from_plain(RankInfo, data)

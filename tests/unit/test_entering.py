@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
-from holdfast.snapshot.resume.arrange import Protection, RankInfo, arrange
+from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.snapshot.resume.arrange import Protection, arrange
 from holdfast.snapshot.resume.choice import StartOptions
 from holdfast.snapshot.resume.entering import exchange
 from tests.unit.test_replicas import Rank, together
@@ -65,7 +65,7 @@ class Told(Rank):
 
 
 def layout(epoch: int) -> Layout:
-    infos = [RankInfo(f"dp{rank}", node, "10.0.0.1", ord(node[0]), 1, 1000) for rank, node in enumerate(NODES[:4])]
+    infos = [Node(name, "10.0.0.1", ord(name[0]), 1, (Shard(f"dp{i}", 1000),)) for i, name in enumerate(NODES[:4])]
     return arrange("job", epoch, infos, Protection(1, 1), 3)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -63,7 +63,6 @@ from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, read_format, re
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import Choice, CrashLoop, Start
 from holdfast.smp_daemon.shared.transport import SocketStream, frame
-from holdfast.snapshot.resume.arrange import RankInfo
 from holdfast.snapshot.state.record import decode_values, parse_record
 from holdfast.snapshot.state.replicas import parse_part, shared_leaves_of
 from holdfast.snapshot.state.values import decode, encode
@@ -258,7 +257,7 @@ def targets() -> dict[str, Target]:
     parity = ParityRecord(SNAPSHOT, layout.tag(0), 2, 1024, (1024, 5), (7, 8), ({0: 1, 1: 2}, {0: 3}))
     owner = Owner(7, 15, JOB, "node1", "127.0.0.1", 4001, 5001, more_bulk=(("127.0.0.2", 5002),))
     message = {"op": "accumulate", "job": JOB, "epoch": 3, "snapshot": SNAPSHOT, "coord": "pp0-dp0", "digest": 1 << 63}
-    rank = RankInfo("pp0-dp0", inventory.node, "127.0.0.1", 4001, 5001, 3000, ("rack=r1",))
+    rank = Node(inventory.node, "127.0.0.1", 4001, 5001, (Shard("pp0-dp0", 3000),), ("rack=r1",))
     return {
         "slot": Target(read_slot, (_slot(),)),
         "frames": Target(read_frames, (frame(message, 100) + bytes(100) + frame({"op": "status"}), frame({}))),
@@ -272,7 +271,7 @@ def targets() -> dict[str, Target]:
         "owner": Target(_json(partial(from_plain, Owner)), (_text(to_plain(owner)),), text=True),
         "record-leaf": Target(_json(read_leaf_of_records), (_values(),), text=True),
         "values": Target(_json(lambda v: decode(v, lambda name: torch.zeros(1))), (_values(),), text=True),
-        "rank": Target(_json(partial(from_plain, RankInfo)), (_text(asdict(rank)),), text=True),
+        "rank": Target(_json(partial(from_plain, Node)), (_text(to_plain(rank)),), text=True),
         "trainer-request": Target(
             lambda data: decode_json(cast("type[Any]", TrainerRequest), data, "a request"),
             tuple(map(encode_json, _trainer_requests(layout, sources))),
