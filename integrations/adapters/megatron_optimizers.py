@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import Block, local
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Tree, refill
 from holdfast.snapshot.state.optimizers import OptimizerState
 
 CHAINS = ("ChainedOptimizer", "LayerWiseDistributedOptimizer")
@@ -191,7 +191,6 @@ class FusedAdamState(OptimizerState):
                 f"{prefix}: FusedAdam keeps {narrow[0]} in 8 bits, in a tensor class of Transformer Engine that was "
                 f"never tested: train with --{narrow[0].replace('_', '-')}-dtype bf16"
             )
-        self._scales_before: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def tensors(self) -> Iterator[LiveTensor]:
         """Moments, main parameters, and the scales of both."""
@@ -208,19 +207,13 @@ class FusedAdamState(OptimizerState):
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Let the optimizer create its own state."""
-        self._scales_before = dict(self.optimizer._scales)
-        before = {key: dict(state) for key, state in self.optimizer.state.items()}
+        held = self.optimizer
+        self.undo.callback(refill, held._scales, dict(held._scales))
+        self.undo.callback(refill, held.state, {key: dict(state) for key, state in held.state.items()})
         for name, parameter in self.parameters():
             if not self.optimizer.state.get(parameter) and f"{self._prefix}.{name}.exp_avg" in leaves:
                 self._initialise(parameter)
         super().materialise({name: leaf for name, leaf in leaves.items() if not name.endswith(SCALE)})
-        self._before = before
-
-    def withdraw(self) -> None:
-        """Undo `materialise`, including the scales."""
-        super().withdraw()
-        self.optimizer._scales.clear()
-        self.optimizer._scales.update(self._scales_before)
 
     def _initialise(self, parameter: torch.Tensor) -> None:
         make = self.optimizer.initialize_state

@@ -159,7 +159,6 @@ class Attempt(ABC):
 
     Attributes:
         restored: what the attempt finds out and does is noted here.
-        made: whether tensors were made that go again if the snapshot does not fit.
         fills: the plan.
     """
 
@@ -181,7 +180,6 @@ class Attempt(ABC):
         self.snapshot = plan.snapshot
         self.system = client.system
         self.restored = restored
-        self.made = False
         self.fills: list[Fill] = []
         self._client = client
         self._sources = plan.sources
@@ -257,7 +255,7 @@ def load(
     """
     problem = attempt.plan(agreement, adapter)
     verdict = agree_on(agreement, problem)
-    if attempt.made and not verdict.whole:
+    if not verdict.whole:
         adapter.withdraw()
     if not verdict.fits:
         if isinstance(problem, REFUSALS):
@@ -344,7 +342,6 @@ class SameWorld(Attempt):
         self.rebuild(adapter, early)
         adapter.check(early, late, fixed)
         adapter.materialise(whole_leaves(self._form, self._shared))
-        self.made = True
 
     def _ask_replicas(self, agreement: Agreement, replica_set: str, mine: list[HeldLeaf] | None) -> None:
         """Tell the other replicas which parts of shared state this rank kept, None if it could not read that, and hear

@@ -323,7 +323,6 @@ class OtherWorld(Attempt):
         self.rebuild(adapter, self._values[0])
         adapter.check(*self._values)
         adapter.materialise(_leaves_to_make(preferred, adapter))
-        self.made = True
         live = list(adapter.tensors())
         self.fills, problems = plan_fills(live, self._index, divided=True)
         refuse_unfit(problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -71,10 +72,9 @@ class Adapter:
         self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
         self.rebuilds: list[Callable[[At], object]] = []
         self._parameters: frozenset[str] | None = None  # names, when the layout was last made
-        self._withdraw: list[Callable[[], object]] = []
+        self._undo = ExitStack()  # what `materialise` has made of tensors that are no optimizer's
         self.carried: dict[str, Tree] = {}
         self.captured: set[int] = set()
-        self._before: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
 
     def coordinate(self) -> str:
         """The rank's logical place, which does not change when ranks are renumbered."""
@@ -243,21 +243,16 @@ class Adapter:
         """Create the tensors of `leaves` that a new job would only make later, such as Adam's moments."""
         for state in self._states:
             state.materialise(leaves)
-        self._withdraw = [undo for name, module in self._of_modules() for undo in shape_buffers(module, name, leaves)]
+        for name, module in self._of_modules():
+            shape_buffers(module, name, leaves, self._undo)
         device = next((p.device for module in self._modules for p in module.parameters()), torch.device("cpu"))
-        self._before = [(p.tensors, dict(p.tensors)) for p in self._tracked.values() if isinstance(p.tensors, dict)]
         for piece in self._tracked.values():
-            piece.materialise(leaves, device)
+            piece.materialise(leaves, device, self._undo)
 
     def withdraw(self) -> None:
-        """Remove what the last `materialise` created, because the snapshot does not fit after all."""
-        for state in self._states:
-            state.withdraw()
-        for undo in self._withdraw:
-            undo()
-        for tensors, before in self._before:
-            tensors.clear()
-            tensors.update(before)
+        """Remove what `check` and `materialise` have made, because the snapshot does not fit after all."""
+        for undo in (self._undo, *(state.undo for state in self._states)):
+            undo.close()
 
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` unless `load` will find everything it needs. Called before anything is written."""
@@ -277,7 +272,7 @@ class Adapter:
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Load what `early` and `look` returned, after the tensors are restored; random generators last."""
-        self._before = []
+        self._undo.pop_all()  # it would keep replaced tensors alive
         for scheduler, saved in zip(self._schedulers, late["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
         for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
@@ -328,9 +323,9 @@ def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:
         yield LiveTensor(f"{prefix}.{name}", local(buffer), Change.ANY, block=block_of(buffer))
 
 
-def shape_buffers(module: torch.nn.Module, prefix: str, leaves: Mapping[str, Leaf]) -> Iterator[Callable[[], object]]:
+def shape_buffers(module: torch.nn.Module, prefix: str, leaves: Mapping[str, Leaf], undo: ExitStack) -> None:
     """Give buffers the shapes that they had in the snapshot, uninitialised, and make those that are made in the first
-    forward: caches that grow, masks, running scales. Yields what undoes it."""
+    forward: caches that grow, masks, running scales."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     for path, owner in module.named_modules():
         for name, buffer in list(owner._buffers.items()):
@@ -339,11 +334,10 @@ def shape_buffers(module: torch.nn.Module, prefix: str, leaves: Mapping[str, Lea
                 continue
             if buffer is None:
                 owner._buffers[name] = empty_like_leaf(leaf, device)
-                yield partial(owner._buffers.__setitem__, name, None)
+                undo.callback(owner._buffers.__setitem__, name, None)
             elif leaf_of(leaf.name, buffer).dtype == leaf.dtype:
-                undo = partial(setattr, buffer, "data", buffer.data)
+                undo.callback(setattr, buffer, "data", buffer.data)
                 buffer.data = empty_like_leaf(leaf, buffer.device)  # the same object: others may refer to it
-                yield undo
 
 
 def check_modules(model: Any) -> list[torch.nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -29,6 +29,12 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Tree) -> Any:
         """Load the state."""
         ...
+
+
+def refill(held: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Give a dict that others may refer to the items of `before`, and no others."""
+    held.clear()
+    held.update(before)
 
 
 class At(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.errors import LayoutChanged
 from holdfast.snapshot.copy.tensors import Block, block_of, empty_like_leaf, local
-from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, Look, Stateful, Tree, Updated, refill
 from holdfast.snapshot.state.values import is_kept, packed, take_over, unpacked, way_of
 from holdfast.snapshot.state.walk import walk
 from holdfast.snapshot.state.wrappers import INNER, described, is_description, is_wrapper, wrapped_in, wrapper_of
@@ -115,6 +116,9 @@ class OptimizerState:
             the parameters among their optimizers, as `ZeroRedundancyOptimizer` does.
         names: the names of parameters in the model; read whenever the state is walked.
         blocks: returns which part of the whole a parameter is. State of the same shape is the same part.
+
+    Attributes:
+        undo: closing it removes what `check` and `materialise` have made; `load` keeps that.
     """
 
     def __init__(
@@ -131,10 +135,10 @@ class OptimizerState:
         self._blocks = blocks
         self._prefix = prefix
         self._replicated = replicated and type(optimizer).__module__.startswith(SHAREABLE)
-        self._before: dict[Any, Any] = {}
+        self.undo = ExitStack()
         self._made_with = _attributes(optimizer)
         self._counts: set[str] = set()
-        self._began = self._had = len(optimizer.param_groups)
+        self._began = len(optimizer.param_groups)
         self._kept: dict[str, tuple[type, bool]] = {}
         self._told: set[str] = set()
         self._wrappers: Tree = {}  # of the snapshot that is being restored
@@ -341,21 +345,22 @@ class OptimizerState:
         """Make the groups that the earlier run added in training, of parameters that the model has, too: as when layers
         are unfrozen. The job that starts again makes only those that it began with."""
         held, groups = fixed["groups"], self.optimizer.param_groups
-        self._had = len(groups)
-        if not fixed.get("began") == self._had < len(held):
+        had = len(groups)
+        if not fixed.get("began") == had < len(held):
             return
-        if [set(names) for names in held[: self._had]] != [set(names) for names in self._groups()]:
+        if [set(names) for names in held[:had]] != [set(names) for names in self._groups()]:
             return
         known = {name: parameter for parameter, name in self._names.items()}
-        added = list(zip(held[self._had :], plain["groups"][self._had :], strict=True))
+        added = list(zip(held[had:], plain["groups"][had:], strict=True))
         if all(name in known for names, _ in added for name in names):
+            self.undo.callback(groups.__delitem__, slice(had, None))
             for names, options in added:
                 self.optimizer.add_param_group({**options, "params": [known[name] for name in names]})
             log.info("%s: parameter groups that were added in training are made again: %d", self._prefix, len(added))
 
     def load(self, plain: Tree, fixed: Tree) -> None:
         """Load what `look` returned, and the values that it read. Options that are tensors are filled in place."""
-        self._before = {}  # else it would keep replaced tensors alive
+        self.undo.pop_all()  # it would keep replaced tensors alive
         for name, number in plain["numbers"].items():
             held = getattr(self.optimizer, name, None)
             if type(held) is list and type(number) is list:
@@ -393,8 +398,7 @@ class OptimizerState:
             self.optimizer.state.pop(gone)
         self.optimizer.state.update(values)
         before = dict(self.optimizer.state)  # restore the order in which steps create the entries
-        self.optimizer.state.clear()
-        self.optimizer.state.update({key: before.pop(key) for key in keys.values() if key in before} | before)
+        refill(self.optimizer.state, {key: before.pop(key) for key in keys.values() if key in before} | before)
 
     def _matching(self, plain: Tree, fixed: Tree) -> Iterator[dict[str, Any]]:
         """The saved options of each group, found by its set of parameters; empty groups are matched in order."""
@@ -406,9 +410,9 @@ class OptimizerState:
 
     def materialise(self, leaves: Mapping[str, Leaf]) -> None:
         """Create the state tensors of `leaves` that do not exist yet, uninitialised."""
-        self._before = {
-            key: dict(state) if isinstance(state, dict) else state for key, state in self.optimizer.state.items()
-        }
+        held = self.optimizer.state
+        before = {key: dict(state) if isinstance(state, dict) else state for key, state in held.items()}
+        self.undo.callback(refill, held, before)
         parameters = dict(self.parameters())
         first = next(iter(parameters.values()), torch.empty(0))
         self._make_wrappers(leaves, parameters)
@@ -434,12 +438,6 @@ class OptimizerState:
                     device = parameters[name].device if name in parameters else torch.device("cpu")
                     made = wrapper_of(description, f"{self._prefix}.{name}.{entry}", leaves, device)
                     self.optimizer.state.setdefault(key, {})[entry] = made
-
-    def withdraw(self) -> None:
-        """Remove what `materialise` created, and `check`."""
-        del self.optimizer.param_groups[self._had :]
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self._before)
 
 
 def _stateful(optimizer: Any) -> list[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, local
-from holdfast.snapshot.state.live import Change, Container, LiveTensor
+from holdfast.snapshot.state.live import Change, Container, LiveTensor, refill
 from holdfast.snapshot.state.optimizers import check_names
 from holdfast.snapshot.state.values import SMALL, packed, unpacked
 
@@ -54,10 +55,11 @@ class Tracked:
         elif self.tensors is not None:
             yield self.tensors
 
-    def materialise(self, leaves: Mapping[str, Leaf], device: torch.device) -> None:
+    def materialise(self, leaves: Mapping[str, Leaf], device: torch.device, undo: ExitStack) -> None:
         """Create the tensors of `leaves` that the dict does not hold yet because the job only makes them later."""
         if not isinstance(self.tensors, dict):
             return
+        undo.callback(refill, self.tensors, dict(self.tensors))
         prefix = f"{PREFIX}{self.name}."
         for leaf in leaves.values():
             if leaf.name.startswith(prefix):

@@ -224,7 +224,7 @@ def test_what_was_made_for_a_snapshot_that_does_not_fit_is_taken_away() -> None:
     restored = FusedAdamState(after, "optim0", names=names(second), replicated=False)
     restored.materialise({each.name: leaf_of(each.name, each.tensor) for each in state.tensors()})
     assert after.state and after._scales
-    restored.withdraw()
+    restored.undo.close()
     assert not after.state and not after._scales
 
 
