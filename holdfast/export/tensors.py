@@ -13,7 +13,7 @@ from holdfast.smp_daemon.recovery.fetch import UnitSource
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_record
-from holdfast.snapshot.resume.regions import Held, Index, Region, held_in, leaves_in, plan_reads, range_runs
+from holdfast.snapshot.resume.regions import Held, Region, held_in, index_of, leaves_in, plan_reads, range_runs
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 
 
@@ -98,7 +98,7 @@ def _together(members: Sequence[SlotCopy], shared: Mapping[str, Leaf]) -> Iterat
     for slot in members:
         parts = [leaf for leaf in leaves_in(slot.form) if is_part_of(leaf[0], shared)]
         held += held_in(slot.coord, parts, shared, {})
-    index = Index(held, [slot.coord for slot in members])
+    index = index_of(held, [slot.coord for slot in members])
     for name, leaf in shared.items():
         reads, problem = plan_reads(Region(name, leaf.dtype, leaf.shape, range_runs(0, leaf.elements)), index)
         if problem:

@@ -46,13 +46,13 @@ from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
 from holdfast.snapshot.copy.tensors import flat, octets
 from holdfast.snapshot.resume.blocks import check_block, check_given
 from holdfast.snapshot.resume.choice import PERSISTED
-from holdfast.snapshot.resume.loading import check_ranges, load_checked, units_of
+from holdfast.snapshot.resume.loading import check_range, load_checked
 from holdfast.snapshot.resume.regions import (
     Fill,
     HeldLeaf,
-    Index,
     Read,
     held_in,
+    index_of,
     leaves_in,
     plan_fills,
     refuse_unfit,
@@ -298,10 +298,7 @@ class SameWorld(Attempt):
             DamagedSnapshot: they cannot be repaired.
             ProtocolError: the shard has no such bytes.
         """
-        units = units_of(self.shard, [(offset, length)])
-        if not units <= self._taken:
-            check_ranges(self.shard, [(offset, length)], self.repair, self.system)
-            self._taken |= units
+        check_range(self.shard, offset, length, self._taken, self.repair, self.system)
         return self.shard.view[offset : offset + length]
 
     def repair(self, units: list[int]) -> None:
@@ -368,7 +365,7 @@ class SameWorld(Attempt):
         others = {coord: leaves for coord, leaves in self._kept.items() if coord != self._coord}
         leaves = {self._coord: leaves_in(self._form)} | others
         held = (each for coord, its in leaves.items() for each in held_in(coord, its or (), self._shared, {}))
-        index = Index(held, list(leaves))
+        index = index_of(held, list(leaves))
         self.fills, problems = plan_fills(adapter.tensors(), index, divided=False)
         refuse_unfit(problems + unclaimed(index, (fill.item.name for fill in self.fills)))
         check_given(self._values[0].get(LOOP, {}), self._block)

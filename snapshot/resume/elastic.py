@@ -35,8 +35,8 @@ from holdfast.snapshot.resume.attempt import Attempt
 from holdfast.snapshot.resume.regions import (
     Held,
     HeldLeaf,
-    Index,
     held_in,
+    index_of,
     leaves_in,
     plan_fills,
     refuse_unfit,
@@ -106,15 +106,10 @@ def members(coords: Collection[str], of: str) -> list[str]:
     return sorted((coord for coord in coords if group_of(coord) == group_of(of)), key=coordinate_key)
 
 
-def source_rank(coord: str, old: Collection[str]) -> str:
-    """The old rank that `coord` continues: the one at `coord` if it existed, else the first of its group."""
-    return coord if coord in old else members(old, coord)[0]
-
-
 def preference(coord: str, old: Collection[str]) -> list[str]:
-    """The old ranks to take state from that several hold: the one that `coord` continues, then others of its group."""
-    source = source_rank(coord, old)
-    return [source, *(other for other in members(old, coord) if other != source)]
+    """The old ranks to take state from that several hold: first the one that `coord` continues, the one at `coord` if
+    it existed, then others of its group."""
+    return sorted(members(old, coord), key=lambda other: other != coord)
 
 
 def readers(old: Sequence[str], ranks: int, index: int) -> list[str]:
@@ -318,7 +313,7 @@ class OtherWorld(Attempt):
     def _plan(self, manifests: Mapping[str, OldManifest], adapter: Adapter) -> None:
         # The manifests of this rank's data-parallel group: state that several hold is taken from the first.
         preferred = [manifests[coord] for coord in preference(self._coord, self._old)]
-        self._index = Index((held for each in preferred for held in each.held()), [each.coord for each in preferred])
+        self._index = index_of((held for each in preferred for held in each.held()), [each.coord for each in preferred])
         self._values = self._values_of(manifests, preferred, adapter)
         self.rebuild(adapter, self._values[0])
         adapter.check(*self._values)
@@ -362,7 +357,7 @@ class OtherWorld(Attempt):
         self, manifests: Mapping[str, OldManifest], preferred: Sequence[OldManifest], adapter: Adapter
     ) -> tuple[Tree, Tree, Tree]:
         """The plain values that this rank loads."""
-        saved = self._lent.open(source_rank(self._coord, self._old))
+        saved = self._lent.open(preferred[0].coord)
         early, late, fixed = saved.values()
         self.restored.notes = saved.record.get(NOTES) or {}
         _warn_of_differences("values", [manifest.values for manifest in preferred])

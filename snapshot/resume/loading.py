@@ -6,7 +6,7 @@ that core's cache. Both release the GIL. A damaged unit is never copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -67,30 +67,26 @@ def load_checked(
         engine.load(others, shard.view)
 
 
-def check_ranges(
-    shard: RecoveredShard, ranges: Iterable[tuple[int, int]], repair: Repair, system: System = MACHINE
+def check_range(
+    shard: RecoveredShard, offset: int, length: int, taken: set[int], repair: Repair, system: System = MACHINE
 ) -> None:
-    """Check the units that contain (offset, bytes) ranges of a shard, such as a header that is read first. Blocks.
+    """Check the units that contain bytes of a shard, such as a header that is read first. Blocks.
 
     Args:
+        taken: units that were checked before; these are added.
         repair: as for `load_checked`.
 
     Raises:
         DamagedSnapshot: a unit still does not match after `repair`.
-        ProtocolError: a range does not lie within the shard.
+        ProtocolError: the bytes do not lie within the shard.
     """
-    checking = _Loading(shard, (), system)
-    _make_whole(checking, checking.take(sorted(units_of(shard, ranges))), repair)
-
-
-def units_of(shard: RecoveredShard, ranges: Iterable[tuple[int, int]]) -> set[int]:
-    """The units that contain (offset, bytes) ranges of a shard. Raises `ProtocolError` if one is not within it."""
-    units: set[int] = set()
-    for offset, length in ranges:
-        if not 0 <= offset <= offset + length <= shard.view.nbytes:
-            raise ProtocolError(f"{length} bytes at {offset} are not within the {shard.view.nbytes} of the slot")
-        units.update(range(offset // shard.unit_bytes, -(-(offset + length) // shard.unit_bytes)))
-    return units
+    if not 0 <= offset <= offset + length <= shard.view.nbytes:
+        raise ProtocolError(f"{length} bytes at {offset} are not within the {shard.view.nbytes} of the slot")
+    units = range(offset // shard.unit_bytes, -(-(offset + length) // shard.unit_bytes))
+    if new := [unit for unit in units if unit not in taken]:
+        checking = _Loading(shard, (), system)
+        _make_whole(checking, checking.take(new), repair)
+        taken.update(new)
 
 
 class _Loading:

@@ -44,11 +44,6 @@ class Region:
     whole: Shape
     runs: tuple[Run, ...]
 
-    @property
-    def elements(self) -> int:
-        """Number of elements in the runs."""
-        return sum(last - first for first, last, _ in self.runs)
-
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -107,25 +102,17 @@ def range_runs(first: int, last: int) -> tuple[Run, ...]:
     return ((first, last, 0),) if first < last else ()
 
 
-class Index:
-    """What old shards hold, by key. Shards of coordinates that come first in `order` are preferred."""
+Index = dict[str, list[Held]]
+"""What old shards hold, by key, what is preferred first."""
 
-    def __init__(self, held: Iterable[Held], order: Sequence[str]) -> None:
-        rank = {coord: number for number, coord in enumerate(order)}
-        self._by_key: dict[str, list[Held]] = {}
-        for item in held:
-            self._by_key.setdefault(item.region.key, []).append(item)
-        for items in self._by_key.values():
-            items.sort(key=lambda item: (rank[item.coord], item.offset))
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """The keys of everything that is held."""
-        return frozenset(self._by_key)
-
-    def of(self, key: str) -> Sequence[Held]:
-        """The regions held under `key`, preferred ones first."""
-        return self._by_key.get(key, ())
+def index_of(held: Iterable[Held], order: Sequence[str]) -> Index:
+    """An index of what is held. Shards of coordinates that come first in `order` are preferred."""
+    rank = {coord: number for number, coord in enumerate(order)}
+    index: Index = {}
+    for item in sorted(held, key=lambda item: (rank[item.coord], item.offset)):
+        index.setdefault(item.region.key, []).append(item)
+    return index
 
 
 def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
@@ -133,7 +120,7 @@ def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
 
     Every wanted element is read exactly once. Reads that are adjacent in both source and target are merged.
     """
-    found = index.of(wanted.key)
+    found = index.get(wanted.key)
     if not found:
         return [], f"{wanted.key} is not in the snapshot"
     fitting = [item for item in found if (item.region.whole, item.region.dtype) == (wanted.whole, wanted.dtype)]
@@ -144,8 +131,6 @@ def plan_reads(wanted: Region, index: Index) -> tuple[list[Read], str]:
             f"{wanted.dtype}{list(wanted.whole)} in this job"
         )
     size = DTYPE_BYTES[wanted.dtype]
-    if wanted.runs and fitting[0].region.runs == wanted.runs:  # as in the same world: quick, for there are many
-        return [Read(fitting[0].coord, fitting[0].offset, 0, size * wanted.elements)], ""
     reads: list[Read] = []
     missing = list(wanted.runs)
     for item in fitting:
@@ -232,9 +217,9 @@ def leaves_in(form: SlotFormat) -> list[HeldLeaf]:
     return [(name, leaf.dtype, leaf.shape, at) for name, (at, leaf) in form.offsets.items() if not is_of_record(name)]
 
 
-def unclaimed(index: Index, wanted: Mapping[str, object] | Iterable[str]) -> list[str]:
+def unclaimed(index: Index, wanted: Iterable[str]) -> list[str]:
     """Which keys are held but not wanted, in order and in words."""
-    return [f"{key} is not in this job" for key in sorted(index.keys.difference(wanted))]
+    return [f"{key} is not in this job" for key in sorted(index.keys() - set(wanted))]
 
 
 def _divided(wanted: Sequence[Run], held: Sequence[Run]) -> tuple[list[tuple[int, int, int]], list[Run]]:

@@ -176,11 +176,6 @@ def decode_values(record: dict[str, Any], tensor: Callable[[str], torch.Tensor])
     return decode(record[EARLY], tensor), decode(record[LATE], tensor), decode(fixed["state"], tensor)
 
 
-def shared_leaves(record: dict[str, Any]) -> dict[str, Leaf]:
-    """The leaves that replicas share, whole, from a record that `decode_values` has accepted."""
-    return shared_leaves_of(record[FIXED]["shared"])
-
-
 def restore_strides(record: dict[str, Any], live: Iterable[LiveTensor]) -> None:
     """Give live tensors the strides they had in the snapshot. A tensor whose strides differ gets new memory, which the
     caller must fill."""
@@ -224,15 +219,8 @@ def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str
         StateMismatch: lists the tensors that are missing, extra, or of another shape or dtype.
     """
     held = whole_leaves(form, shared)
-    problems = [f"{name} is not in the snapshot" for name in sorted(have.keys() - held.keys())]
-    problems += [f"{name} is not in this job" for name in sorted(held.keys() - have.keys())]
-    problems += [
-        f"{name} is {held[name].dtype}{list(held[name].shape)} in the snapshot, "
-        f"{have[name].dtype}{list(have[name].shape)} in this job"
-        for name in sorted(have.keys() & held.keys())
-        if have[name] != held[name]
-    ]
-    if problems:
+    differing = sorted(name for name in have.keys() | held.keys() if have.get(name) != held.get(name))
+    if problems := [f"{name} is {held.get(name)} in the snapshot, {have.get(name)} in this job" for name in differing]:
         raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
 
 
@@ -266,7 +254,7 @@ class SavedShard:
     @cached_property
     def shared(self) -> dict[str, Leaf]:
         """The leaves that it shares with its replicas, whole, by name."""
-        return shared_leaves(self.record)
+        return shared_leaves_of(self.record[FIXED]["shared"])
 
     def values(self) -> tuple[Tree, Tree, Tree]:
         """Its early, late and fixed values, with new tensors in them.

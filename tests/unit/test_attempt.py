@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.resume.attempt import Restored, SameWorld, Verdict, load
-from holdfast.snapshot.resume.regions import Index, Region, held_in, plan_reads, range_runs
+from holdfast.snapshot.resume.regions import Region, held_in, index_of, plan_reads, range_runs
 from holdfast.snapshot.state.live import LiveTensor
 from holdfast.snapshot.state.replicas import agree_on_shares
 from tests.unit.test_replicas import Rank, state, together
@@ -162,7 +162,7 @@ def test_bytes_that_one_rank_cannot_read_keep_all_from_going_on() -> None:
 def problem(*parts: tuple[str, str, tuple[int, ...], int]) -> str:
     shared = {"w": Leaf("w", "F32", (64,))}
     held = [held for i, part in enumerate(parts) for held in held_in(f"dp{i}", [part], shared, {})]
-    index = Index(held, [f"dp{i}" for i in range(len(parts))])
+    index = index_of(held, [f"dp{i}" for i in range(len(parts))])
     return plan_reads(Region("w", "F32", (64,), range_runs(0, 64)), index)[1]
 
 

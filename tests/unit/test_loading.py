@@ -28,7 +28,7 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.engines import FEW_THREADS, LOAD_THREADS, CpuEngine, SlotTensor, load_threads
 from holdfast.snapshot.resume import loading
 from holdfast.snapshot.resume.attempt import Restored, SameWorld
-from holdfast.snapshot.resume.loading import check_ranges, load_checked
+from holdfast.snapshot.resume.loading import check_range, load_checked
 from tests.deadlines import DEADLINE_S
 from tests.scripts import python
 from tests.unit.test_engines import plain, strided, transposed
@@ -245,23 +245,27 @@ def test_what_is_not_plain_is_loaded_once_all_units_are_whole(mended: bool) -> N
 # ---------------------------------------------------------------------- ranges
 
 
-def test_only_the_units_of_a_range_are_checked() -> None:
+def test_only_the_units_of_a_range_are_checked_and_each_once() -> None:
     slot = Slot()
     slot.damage(0, 5, 7, 9)
-    check_ranges(slot.shard, [(UNIT, UNIT), (6 * UNIT, UNIT), (8 * UNIT + 3, UNIT - 3), (10 * UNIT, 0)], never)
-    check_ranges(slot.shard, [(10 * UNIT - 1, 2), (0, 1), (9 * UNIT, 8)], slot.repair)
-    assert slot.repaired == [[0, 9]]
-    check_ranges(slot.shard, [(0, BYTES)], never)
+    taken: set[int] = set()
+    for offset, length in ((UNIT, UNIT), (6 * UNIT, UNIT), (8 * UNIT + 3, UNIT - 3), (10 * UNIT, 0)):
+        check_range(slot.shard, offset, length, taken, never)
+    assert taken == {1, 6, 8}
+    check_range(slot.shard, 8 * UNIT, 2 * UNIT + 1, taken, slot.repair)
+    assert slot.repaired == [[9]]
+    slot.damage(9)
+    check_range(slot.shard, 9 * UNIT, 8, taken, never)
 
 
 def test_a_range_that_cannot_be_mended_or_is_not_there_is_refused() -> None:
     slot = Slot()
     slot.damage(UNITS - 1)
     with pytest.raises(DamagedSnapshot, match=f"unit {UNITS - 1}, cannot"):
-        check_ranges(slot.shard, [(BYTES - 1, 1)], slot.do_not_mend)
+        check_range(slot.shard, BYTES - 1, 1, set(), slot.do_not_mend)
     for offset, length in ((BYTES - 1, 2), (-1, 1), (3, -1), (BYTES + 1, 0)):
         with pytest.raises(ProtocolError, match="not within"):
-            check_ranges(slot.shard, [(offset, length)], never)
+            check_range(slot.shard, offset, length, set(), never)
 
 
 # ---------------------------------------------------------------------- threads and memory
@@ -319,7 +323,7 @@ def test_as_many_threads_work_at_once_as_a_rank_has_cores(
     on_cores(monkeypatch, cores)
     slot = Slot()
     monkeypatch.setattr(RecoveredShard, "matches", meet)
-    check_ranges(slot.shard, [(0, BYTES)], never)
+    check_range(slot.shard, 0, BYTES, set(), never)
     assert len(seen) == threads
 
 

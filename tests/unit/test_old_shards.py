@@ -14,7 +14,7 @@ from holdfast.snapshot.resume.elastic import (
     OldManifest,
     _check_private,
 )
-from holdfast.snapshot.resume.regions import Index, Read, Region, plan_reads, range_runs, region_of
+from holdfast.snapshot.resume.regions import Read, Region, index_of, plan_reads, range_runs, region_of
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.state.values import decode_plain, encode
 
@@ -30,7 +30,7 @@ def test_parts_that_replicas_kept_are_ranges_of_the_whole() -> None:
         manifest("dp0", shared=shared, leaves=[["w@0:4", "F32", [4], 100]]),
         manifest("dp1", shared=shared, leaves=[["w@4:6", "F32", [2], 200]]),
     ]
-    index = Index((held for each in old for held in each.held()), ["dp1", "dp0"])
+    index = index_of((held for each in old for held in each.held()), ["dp1", "dp0"])
     reads, problem = plan_reads(Region("w", "F32", (2, 3), range_runs(0, 6)), index)
     assert (reads, problem) == ([Read("dp0", 100, 0, 16), Read("dp1", 200, 16, 8)], "")
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.snapshot.resume.regions import Held, Index, Read, Region, block_runs, plan_reads, range_runs, unclaimed
+from holdfast.snapshot.resume.regions import Held, Read, Region, block_runs, index_of, plan_reads, range_runs, unclaimed
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a block begins, and its shape."""
@@ -66,7 +66,7 @@ def test_blocks_of_any_cut_are_made_of_those_of_any_other(
     prefix = data.draw(st.integers(0, 5)) * 4
     slots = {f"dp{i}": bytes(prefix) + taken(content, cut).numpy().tobytes() for i, cut in enumerate(old)}
     order = data.draw(st.permutations(list(slots)))
-    index = Index((Held(f"dp{i}", prefix, region(whole, cut)) for i, cut in enumerate(old)), order)
+    index = index_of((Held(f"dp{i}", prefix, region(whole, cut)) for i, cut in enumerate(old)), order)
     for cut in new:
         expected = taken(content, cut).numpy().tobytes()
         reads, problem = plan_reads(region(whole, cut), index)
@@ -81,7 +81,7 @@ def test_ranges_of_a_flattened_tensor_are_cut_anew(size: int, before: list[int],
     new = sorted({0, size, *(cut for cut in after if cut < size)})
     slots = {f"dp{i}": content[a:b].numpy().tobytes() for i, (a, b) in enumerate(pairwise(old))}
     held = [Held(f"dp{i}", 0, Region("w", "F32", (size,), range_runs(a, b))) for i, (a, b) in enumerate(pairwise(old))]
-    index = Index(held, list(slots))
+    index = index_of(held, list(slots))
     for a, b in pairwise(new):
         reads, problem = plan_reads(Region("w", "F32", (size,), range_runs(a, b)), index)
         assert problem == ""
@@ -97,7 +97,7 @@ def test_a_hole_is_named_and_nothing_is_read(size: int, parts: int, data: st.Dat
         if n
     ]
     lost = data.draw(st.integers(0, len(held) - 1))
-    index = Index(held[:lost] + held[lost + 1 :], [f"dp{i}" for i in range(parts)])
+    index = index_of(held[:lost] + held[lost + 1 :], [f"dp{i}" for i in range(parts)])
     reads, problem = plan_reads(Region("w", "F32", (size,), range_runs(0, size)), index)
     assert reads == []
     first, last, _ = held[lost].region.runs[0]
@@ -106,13 +106,13 @@ def test_a_hole_is_named_and_nothing_is_read(size: int, parts: int, data: st.Dat
 
 def test_what_several_hold_comes_from_the_preferred_one() -> None:
     whole = Region("w", "F32", (9,), range_runs(0, 9))
-    index = Index([Held("dp0", 0, whole), Held("dp1", 8, whole)], ["dp1", "dp0"])
+    index = index_of([Held("dp0", 0, whole), Held("dp1", 8, whole)], ["dp1", "dp0"])
     assert plan_reads(whole, index) == ([Read("dp1", 8, 0, 36)], "")
 
 
 def test_parts_that_follow_each_other_are_one_read() -> None:
     held = [Held("dp0", 100 + 4 * a, Region("w", "F32", (9,), range_runs(a, b))) for a, b in ((0, 4), (4, 9))]
-    reads, _ = plan_reads(Region("w", "F32", (9,), range_runs(2, 8)), Index(held, ["dp0"]))
+    reads, _ = plan_reads(Region("w", "F32", (9,), range_runs(2, 8)), index_of(held, ["dp0"]))
     assert reads == [Read("dp0", 108, 0, 24)]
 
 
@@ -132,7 +132,7 @@ def test_a_block_that_is_not_within_the_whole_is_refused(start: tuple[int, ...],
 
 
 def test_another_whole_or_dtype_is_no_match() -> None:
-    index = Index([Held("dp0", 0, Region("w", "F32", (9,), range_runs(0, 9)))], ["dp0"])
+    index = index_of([Held("dp0", 0, Region("w", "F32", (9,), range_runs(0, 9)))], ["dp0"])
     _, shape = plan_reads(Region("w", "F32", (3, 3), range_runs(0, 9)), index)
     _, dtype = plan_reads(Region("w", "F64", (9,), range_runs(0, 9)), index)
     assert re.match(r"w is F32\[9\] .*, F32\[3, 3\] ", shape)
@@ -140,5 +140,5 @@ def test_another_whole_or_dtype_is_no_match() -> None:
 
 
 def test_what_nobody_wants_is_listed() -> None:
-    index = Index([Held("dp0", 0, Region(key, "F32", (1,), range_runs(0, 1))) for key in "bac"], ["dp0"])
+    index = index_of([Held("dp0", 0, Region(key, "F32", (1,), range_runs(0, 1))) for key in "bac"], ["dp0"])
     assert unclaimed(index, {"b"}) == ["a is not in this job", "c is not in this job"]
