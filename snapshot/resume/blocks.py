@@ -117,16 +117,10 @@ def to_tree(block: ScriptBlock) -> Tree:
 
 
 def _check_number(where: str, held: ScriptBlock, entered: ScriptBlock) -> None:
-    if held.number > entered.number:
+    if held.number != entered.number:
         raise ConfigError(
-            f"{where} the state of {held}, and {entered} is entered, which this job had finished before: it would go "
-            f"on with another training's state. Skip what is finished, and enter the other with block={held.number}; "
+            f"{where} the state of {held}, and {entered} is entered: it would go on with another training's state. "
+            f"Skip what is finished, and enter the other with block={held.number}; or, if that one is over although "
+            "its loop was left early, say snap.finish() in it (`holdfast gc --older-than 0s` frees what it left); "
             f"{APART}. What is held stays as it is"
-        )
-    if held.number < entered.number:
-        raise ConfigError(
-            f"{where} the state of {held}, and {entered} is entered: it would go on with another training's state. If "
-            "that one is over although its loop was left early, say snap.finish() in it (`holdfast gc --older-than 0s` "
-            f"frees what it left); to go on with it, enter it with block={held.number}; {APART}. What is held stays as "
-            "it is"
         )

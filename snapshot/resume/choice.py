@@ -141,19 +141,15 @@ def check_required(
     step = plan.snapshot.step if plan is not None else 0
     if step >= options.require:
         return
+    where = PERSISTED if plan is not None and plan.sources.persisted else "in memory"
+    newest = f"the newest to go back to is step {step:,}, {where}"
+    found = newest if plan is not None else "there is nothing to go back to"
     why = f" ({'; '.join(passed_over)})" if passed_over else ""
-    if plan is None:
-        found = f"there is nothing to go back to{why}"
-        way = "If that is meant, start once without it"
-    else:
-        where = PERSISTED if plan.sources.persisted else "in memory"
-        found = f"the newest step that can be restored is {step:,}, {where}{why}"
-        way = f"To go on from there, start once with {REQUIRE_ENV}={step}"
-    wanted = f"not to go back behind step {options.require:,}" if options.require > 1 else "not to begin from nothing"
     raise Unrecoverable(
-        f"this start was told {wanted} (require=, {REQUIRE_ENV}): {found}; nodes that answered: "
-        f"{', '.join(sorted(nodes)) or 'none'}. Bring lost nodes or files back, and look whether job, arena and "
-        f"storage are those of the start before. {way}"
+        f"this start was told (require=, {REQUIRE_ENV}) to go on from step {options.require:,} or a later one: {found}"
+        f"{why}; nodes that answered: {', '.join(sorted(nodes)) or 'none'}. Bring lost nodes or files back, and look "
+        "whether job, arena and storage are those of the start before. If that is meant, start once with "
+        f"{REQUIRE_ENV}={step or ''}"
     )
 
 

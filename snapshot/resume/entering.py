@@ -84,6 +84,20 @@ class Entered:
     now_s: float
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """In this block the garbage collector rests. While a hundred thousand lasting objects are made it would scan the
+    whole process again and again: with 16,384 ranks, for twice as long as it takes to make them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def exchange(client: SmpClient, agreement: Agreement, coord: str, options: StartOptions | None = None) -> Entered:
     """Tell the other ranks about this one and its node, and hear the same from them. A collective call.
 
@@ -91,14 +105,12 @@ def exchange(client: SmpClient, agreement: Agreement, coord: str, options: Start
         StateMismatch: two ranks have the same coordinate; raised on every rank.
         ConfigError: two SMPs have the same node name; raised on every rank.
     """
-    with _uncollected():
-        own = client.inventory()
+    own = client.inventory()
     system = client.system
     drawn = system.randbits(4 * ID_DIGITS)
     mine = Entering(coord, own.node, own.control, options or StartOptions(), drawn, system.time())
     texts = agreement.gather(encode_json(mine))
-    with _uncollected():
-        everyone = [decode_json(Entering, text, "what a rank says on entering") for text in texts]
+    everyone = [decode_json(Entering, text, "what a rank says on entering") for text in texts]
     coords = {told.coord: told.node for told in everyone}
     if len(coords) < len(everyone):
         [(twice, _)] = Counter(told.coord for told in everyone).most_common(1)
@@ -107,26 +119,11 @@ def exchange(client: SmpClient, agreement: Agreement, coord: str, options: Start
     layouts = {layout.digest: layout for layout in own.layouts.values()}
     speaks = speaker[own.node] == agreement.rank
     texts = agreement.gather(encode_json(own.to_plain(layouts.keys())) if speaks else b"")
-    with _uncollected():
-        told = {node: decode_json(dict[str, object], texts[rank], "an inventory") for node, rank in speaker.items()}
+    told = {node: decode_json(dict[str, object], texts[rank], "an inventory") for node, rank in speaker.items()}
     layouts |= _sent(agreement, layouts, {speaker[node]: _digests(plain) for node, plain in told.items()})
-    with _uncollected():
-        inventories = [Inventory.read(plain, layouts) for plain in told.values()]
+    inventories = [Inventory.read(plain, layouts) for plain in told.values()]
     first = everyone[0]
     return Entered(inventories, coords, [each.options for each in everyone], first.drawn, first.now_s)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable the garbage collector. While a hundred thousand lasting objects are made it would scan the whole process
-    again and again: with 16,384 ranks, for twice as long as it takes to make them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def first_ranks(everyone: Sequence[Entering]) -> dict[str, int]:
@@ -165,8 +162,7 @@ def _sent(agreement: Agreement, known: Mapping[str, Layout], named: Mapping[int,
         if not everywhere:
             sends = senders[digest] == agreement.rank
             text = agreement.tell(pack(to_plain(known[digest])) if sends else b"", senders[digest])
-            with _uncollected():
-                found[digest] = Layout.read(unpack(dict[str, object], text, "a layout"))
+            found[digest] = Layout.read(unpack(dict[str, object], text, "a layout"))
             if found[digest].digest != digest:
                 raise ProtocolError(f"rank {senders[digest]} sent another layout than it had named")
     return found

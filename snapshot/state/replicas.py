@@ -22,7 +22,6 @@ from typing import Any
 
 import xxhash
 
-from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.plain import Count, from_plain
 from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
@@ -39,12 +38,12 @@ class Sharing:
 
     Attributes:
         leaves: all shared leaves, whole, by name.
-        parts: the caller's parts of each.
+        parts: the caller's part of each that it has one of.
         sets, number: how many sets of replicas there are, and which is the caller's. 0 sets: nobody shares anything.
     """
 
     leaves: Mapping[str, Leaf] = field(default_factory=dict)
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
     sets: int = 0
     number: int = 0
 
@@ -86,7 +85,7 @@ class Sharing:
             if leaf is None or leaf_of(item.name, item.tensor) != leaf:
                 yield item
                 continue
-            for part in self.parts.get(item.name, ()):
+            if (part := self.parts.get(item.name)) is not None:
                 name = part_name(part, leaf)
                 whole = name == item.name
                 yield LiveTensor(name, item.tensor if whole else flat(item.tensor)[part.start : part.stop], item.change)
@@ -123,10 +122,8 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
     ordered = sorted(set(sets))
     number = ordered.index(replica_set)
     leaves = {name: leaf_of(name, candidates[name]) for name in sorted(names)}
-    parts: dict[str, tuple[Part, ...]] = {}
-    for part in share(list(leaves.values()), len(members), members.index(agreement.rank)):
-        parts[part.name] = (*parts.get(part.name, ()), part)
-    return Sharing(leaves, parts, len(ordered), number)
+    parts = share(list(leaves.values()), len(members), members.index(agreement.rank))
+    return Sharing(leaves, {part.name: part for part in parts}, len(ordered), number)
 
 
 def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequence[int]) -> frozenset[str]:
@@ -180,15 +177,10 @@ def share(leaves: Sequence[Leaf], replicas: int, index: int) -> tuple[Part, ...]
     """The parts of `leaves` that replica `index` of `replicas` keeps, in the order of their names.
 
     Every element is kept by exactly one replica, whatever the order of `leaves`. The bytes of two replicas differ by at
-    most ``2 * ALIGN_BYTES``. Leaves without bytes are kept by replica 0. A replica's share may be empty.
-
-    Raises:
-        ConfigError: there is no such replica, or two leaves have the same name.
+    most ``2 * ALIGN_BYTES``. Leaves without bytes are kept by replica 0. A share may be empty, and has at most one part
+    of each leaf.
     """
-    if not 0 <= index < replicas:
-        raise ConfigError(f"there is no replica {index} of {replicas}: they count from 0 and are at least 1")
-    by_name = _by_name(leaves)
-    ordered = [by_name[name] for name in sorted(by_name)]
+    ordered = sorted(leaves, key=lambda leaf: leaf.name)
     ends = list(accumulate(leaf.bytes for leaf in ordered))
     first, last = _cut(ends, replicas, index), _cut(ends, replicas, index + 1)
     parts = []
@@ -234,15 +226,6 @@ def same_on_all(digests: Sequence[Mapping[str, object]]) -> frozenset[str]:
     """
     found = [frozenset(each.items()) for each in digests]
     return frozenset(name for name, _ in frozenset.intersection(*found)) if found else frozenset()
-
-
-def _by_name(leaves: Sequence[Leaf]) -> dict[str, Leaf]:
-    by_name: dict[str, Leaf] = {}
-    for leaf in leaves:
-        if leaf.name in by_name:
-            raise ConfigError(f"two shared leaves are called {leaf.name!r}: give each tensor a name of its own")
-        by_name[leaf.name] = leaf
-    return by_name
 
 
 def _cut(ends: Sequence[int], replicas: int, index: int) -> int:

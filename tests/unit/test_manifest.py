@@ -426,7 +426,7 @@ def test_what_only_changes_with_the_manifest_is_kept_as_json() -> None:
 
 
 SHARED = Leaf("w", "F32", (2, 3))
-SHARING = Sharing({"w": SHARED}, {"w": (Part("w", 1, 5),)})
+SHARING = Sharing({"w": SHARED}, {"w": Part("w", 1, 5)})
 
 
 def test_of_what_replicas_share_it_holds_its_part() -> None:

@@ -121,14 +121,14 @@ def test_sets_of_replicas_do_not_mix() -> None:
         return agree_on_shares(rank, f"set{rank.rank // 2}", iter(items))
 
     sharings = together(work, 4)
-    assert [sharing.parts["w"][0].start for sharing in sharings] == [0, 32, 0, 32]
+    assert [sharing.parts["w"].start for sharing in sharings] == [0, 32, 0, 32]
 
 
 def test_each_keeps_a_part_and_together_they_keep_everything_once() -> None:
     kept: dict[str, list[tuple[int, int]]] = {}
     for sharing in together(shared, 3):
-        for name, parts in sharing.parts.items():
-            kept.setdefault(name, []).extend((part.start, part.stop) for part in parts)
+        for name, part in sharing.parts.items():
+            kept.setdefault(name, []).append((part.start, part.stop))
     assert {name: sum(stop - start for start, stop in ranges) for name, ranges in kept.items()} == {
         "w0": 1000,
         "w1": 1,

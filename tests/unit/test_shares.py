@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
 from holdfast.snapshot.state.replicas import ALIGN_BYTES, Part, parse_part, part_name, same_on_all, share, whole
 
@@ -120,18 +119,6 @@ def test_a_cut_takes_the_end_of_a_leaf_if_that_is_nearer() -> None:
 
 def test_no_leaves_are_nobodys() -> None:
     assert all_shares([], 3) == [(), (), ()]
-
-
-@pytest.mark.parametrize(("replicas", "index"), [(0, 0), (2, 2), (2, -1), (-1, 0)])
-def test_a_replica_that_is_not_there_has_no_share(replicas: int, index: int) -> None:
-    with pytest.raises(ConfigError, match=f"no replica {index} of {replicas}"):
-        share([], replicas, index)
-
-
-def test_two_leaves_of_one_name_are_refused() -> None:
-    twins = [Leaf("w", "F32", (2,)), Leaf("w", "F32", (3,))]
-    with pytest.raises(ConfigError, match=r"leaves .*'w'"):
-        share(twins, 2, 0)
 
 
 # ---------------------------------------------------------------- names
