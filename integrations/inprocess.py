@@ -217,7 +217,7 @@ def _train(main: Callable[[], object], patience_s: float, first: JobAttempt, cha
     os.environ.pop("TORCHELASTIC_MAX_RESTARTS", None)  # of torchrun's store, and attempts have stores of their own
     while True:
         os.environ |= news.attempt.environment(started)
-        SnapshotHook.blocks.start_over()
+        SnapshotHook.blocks.clear()
         try:
             main()
             return

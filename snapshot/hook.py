@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -35,7 +36,7 @@ from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.blocks import Blocks, describe, to_tree, warn_of_order
+from holdfast.snapshot.resume.blocks import describe, to_tree, warn_of_order
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
@@ -57,12 +58,13 @@ class SnapshotHook:
         checks: which checks of the loop are made.
         tracked: names that were given to `track`.
         system: the threads, clock, files and sockets to use.
-        blocks: which block of the script is entered next; shared by all hooks of this process.
+        blocks: number of the block of the script that is entered next, by arena, once one of that job was left well;
+            shared by all hooks of this process.
     """
 
     checks = Checks()
     system: System = MACHINE
-    blocks = Blocks()
+    blocks: ClassVar[dict[Path, int]] = {}
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter = adapter
@@ -274,9 +276,9 @@ class SnapshotHook:
         for piece in registered(self._roots()):
             self._adapter.track(piece)
         options, arena = self._options, self._options.job_arena
-        self._block = options.block or self.blocks.number(arena)
+        self._block = options.block or self.blocks.get(arena, 1)
         # The trainings after the first one begin from nothing by design.
-        require = options.require if self.blocks.is_start(arena) else 0
+        require = options.require if arena not in self.blocks else 0
         numbered = replace(options, block=self._block, require=require)
         self._entered = Session(self._adapter, numbered, self._statistics, self.checks, self.system)
         if options.block is None and self._entered.rank.agreement.rank == 0:
@@ -314,7 +316,7 @@ class SnapshotHook:
         one, as `close` does."""
         self._session.leave(error, early=early)
         if error is None and not self._options.keep:
-            self.blocks.over(self._options.job_arena, self._block)
+            self.blocks[self._options.job_arena] = self._block + 1
 
     # ------------------------------------------------------------------ for trainers that report every step themselves
 

@@ -246,7 +246,7 @@ class Worker:
         from holdfast.snapshot.state.audit import StepsDone, raise_at_the_end
 
         raise_at_the_end()
-        SnapshotHook.blocks.start_over()
+        SnapshotHook.blocks.clear()
         self._attempts += 1
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)} | JobAttempt(number, *store).environment({})
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -29,30 +28,6 @@ BLOCK = "block"
 log = get_log(__name__)
 
 APART = "or give each training of the script a job= of its own"
-
-
-class Blocks:
-    """Counts the blocks that one process enters, by arena. An exception does not end a block: the next one of that job
-    is the same. For the training thread."""
-
-    def __init__(self) -> None:
-        self._next: dict[Path, int] = {}
-
-    def number(self, arena: Path) -> int:
-        """Number of the block that is entered next."""
-        return self._next.get(arena, 1)
-
-    def is_start(self, arena: Path) -> bool:
-        """Whether that is the first one of its job in this process, so that a start of the job enters it."""
-        return arena not in self._next
-
-    def over(self, arena: Path, number: int) -> None:
-        """Block `number` was left well."""
-        self._next[arena] = number + 1
-
-    def start_over(self) -> None:
-        """The script begins again in this process."""
-        self._next.clear()
 
 
 def warn_of_order(number: int) -> None:

@@ -17,7 +17,8 @@ from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.starts import Record, ScriptBlock, Start
-from holdfast.snapshot.resume.blocks import BLOCK, Blocks, check_block, check_order, describe, to_tree
+from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.resume.blocks import BLOCK, check_block, check_order, describe, to_tree
 from holdfast.snapshot.resume.choice import StartOptions, agree
 
 SWEEP = """
@@ -187,14 +188,14 @@ def test_all_ranks_enter_the_same_block() -> None:
         agree([StartOptions(block=2), StartOptions(block=1)])
 
 
-def test_blocks_are_counted_by_arena() -> None:
-    blocks, one, other = Blocks(), Path("/one"), Path("/other")
-    assert blocks.number(one) == 1
-    blocks.over(one, 1)
-    blocks.over(one, 5)
-    assert (blocks.number(one), blocks.number(other)) == (6, 1)
-    blocks.start_over()
-    assert blocks.number(one) == 1
+def test_blocks_are_counted_by_arena(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SnapshotHook, "blocks", {})
+    enter()
+    enter(block=5)
+    with pytest.raises(Broke):
+        enter(ends="raise", job="other")
+    enter(job="other")
+    assert {path.name: number for path, number in SnapshotHook.blocks.items()} == {"test": 6, "other": 2}
 
 
 def test_a_block_is_described_by_classes_without_wrappers_that_another_world_may_not_have() -> None:

@@ -12,7 +12,6 @@ import torch
 from holdfast import ConfigError, InMemorySnapshot, Unrecoverable
 from holdfast.cli.main import main
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.resume.blocks import Blocks
 from holdfast.snapshot.resume.choice import StartOptions, agree
 
 
@@ -23,7 +22,7 @@ class Crash(Exception):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, arena: Path) -> Iterator[None]:
     """Every test's script begins anew."""
-    monkeypatch.setattr(SnapshotHook, "blocks", Blocks())
+    monkeypatch.setattr(SnapshotHook, "blocks", {})
     yield
 
 
