@@ -337,7 +337,6 @@ SPENT = "spent"
 
 
 def _spent(restored: Restored, system: System) -> Spent:
-    """Where the time of the run went until now."""
     loaded = system.time()
     asked = loaded - (system.monotonic() - restored.clock["enter"])
     if SPENT not in restored.notes:
@@ -609,7 +608,6 @@ class Session:
         return False
 
     def _say_what_is_kept(self) -> None:
-        """Log, on one rank, that the snapshots stay although the loop raised nothing."""
         if self.rank.agreement.rank:
             return
         copy, ledger = self.protecting.newest, self.protecting.ledger

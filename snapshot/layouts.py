@@ -167,11 +167,7 @@ class Layouts:
             )
 
     def _note_usable(self, reserving: Reserving, usable: int) -> None:
-        """Note how many slots every rank may use; `AWAY` or `REFUSED` if reserving failed on one.
-
-        Raises:
-            HoldfastError: memory cannot be reserved, here or for another rank; raised on every rank.
-        """
+        """`usable`: how many slots every rank may use; `AWAY` or `REFUSED` if reserving failed on one."""
         if usable == AWAY:
             self.is_planned = False
         if usable in (AWAY, REFUSED):

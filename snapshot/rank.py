@@ -174,13 +174,11 @@ class OwnSmp:
                 except ConfigError as error:  # another job's, or of another version: training goes on without it
                     raise SmpUnavailable(str(error)) from error
         except DeadlineExceeded as error:
-            raise self._put_off(error) from error
+            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MOST_PAUSE_S)
+            self._not_before_s = self._system.monotonic() + pause_s
+            text = f"the SMP of this node does not answer, and is asked again in {pause_s:.0f} s: {error}"
+            raise SmpUnavailable(text) from error
         self._pause_s = LEAST_PAUSE_S
-
-    def _put_off(self, error: DeadlineExceeded) -> SmpUnavailable:
-        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, MOST_PAUSE_S)
-        self._not_before_s = self._system.monotonic() + pause_s
-        return SmpUnavailable(f"the SMP of this node does not answer, and is asked again in {pause_s:.0f} s: {error}")
 
     def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float | None = None) -> None:
         """Go on with the successor of an SMP that went away, or start one. Snapshots that the old one had not sealed

@@ -223,7 +223,6 @@ class Group(Agreement):
 
 
 def _check_files(size: int) -> None:
-    """Raises `ConfigError` if this process may not open as many files as its connections to other ranks need."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     have = len(list(Path("/proc/self/fd").iterdir()))
     need = have + sockets_needed(size) + SPARE_FILES

@@ -174,7 +174,6 @@ class Mesh:
                 tensor.view(torch.uint8).copy_(content)
 
     def _give(self, content: torch.Tensor, rank: int, tag: int) -> None:
-        """Send the number of bytes, then the bytes."""
         self._send(torch.tensor([content.numel()]), rank, tag)
         if content.numel():
             self._send(content, rank, tag)
@@ -209,7 +208,6 @@ def _pack(parts: Sequence[bytes]) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> list[bytes]:
-    """The parts that `_pack` was given."""
     data = packed.numpy().data
     count = int.from_bytes(data[:8], "little")
     lengths = np.frombuffer(data, dtype=np.int64, count=count, offset=8)

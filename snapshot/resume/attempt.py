@@ -132,17 +132,9 @@ class Restored:
         if self.snapshot is None:
             return "nothing was restored: the job begins"
         source = SOURCES[self.tier] + (", resharded for another number of ranks" if self.how == "resharded" else "")
-        match self.steps_again:
-            case None:
-                again = "how many finished steps are done again is not known"
-            case 0:
-                again = "no finished step is lost"
-            case 1:
-                again = "1 finished step is done again"
-            case _:
-                again = f"{self.steps_again:,} finished steps are done again"
+        again = "unknown" if self.steps_again is None else f"{self.steps_again:,}"
         took = duration(self.clock["load"] - self.clock["enter"])
-        return f"restored step {self.snapshot.step:,} from {source} in {took}; {again}"
+        return f"restored step {self.snapshot.step:,} from {source} in {took}; finished steps done again: {again}"
 
 
 SOURCES = {
@@ -319,13 +311,7 @@ class SameWorld(Attempt):
         return problem or self.problem_of(lambda: self._plan(adapter))
 
     def _read(self, adapter: Adapter) -> None:
-        """Read the record, and make the tensors that the job had.
-
-        Raises:
-            DamagedSnapshot: the header or the record cannot be repaired.
-            IncompleteSnapshot: the record cannot be understood, or lists something that the slot does not hold.
-            StateMismatch, ConfigError: it does not fit the job.
-        """
+        """Read the record, and make the tensors that the job had."""
         try:
             saved = self.open()
             early, late, fixed = self._values = saved.values()
@@ -355,11 +341,6 @@ class SameWorld(Attempt):
         self._kept = {coords[rank]: json.loads(text) for rank, text in zip(members, told, strict=True)}
 
     def _plan(self, adapter: Adapter) -> None:
-        """
-        Raises:
-            StateMismatch: the snapshot does not fit the job, or together the replicas do not have all of it.
-            HoldfastError: another replica could not read what it has.
-        """
         if None in self._kept.values():
             raise HoldfastError("a replica could not read its own shard; see its log")
         others = {coord: leaves for coord, leaves in self._kept.items() if coord != self._coord}

@@ -356,7 +356,6 @@ class OtherWorld(Attempt):
     def _values_of(
         self, manifests: Mapping[str, OldManifest], preferred: Sequence[OldManifest], adapter: Adapter
     ) -> tuple[Tree, Tree, Tree]:
-        """The plain values that this rank loads."""
         saved = self._lent.open(preferred[0].coord)
         early, late, fixed = saved.values()
         self.restored.notes = saved.record.get(NOTES) or {}
@@ -403,11 +402,7 @@ class OtherWorld(Attempt):
 
 
 def _regroup(preferred: Sequence[OldManifest], late: Tree, fixed: Tree, adapter: Adapter) -> None:
-    """Rewrite the optimizers' plain values for the parameters that this rank has now, whichever rank had them before.
-
-    Raises:
-        StateMismatch: the old ranks had different optimizers.
-    """
+    """Rewrite optimizers' plain values for the parameters that this rank has now, whichever rank had them before."""
     updated = adapter.updated()
     for i, (plain, kept) in enumerate(zip(late["optim"], fixed["optim"], strict=True)):
         prefix, own = f"{kept['prefix']}.", kept["groups"]
@@ -452,11 +447,7 @@ def _leaves_to_make(preferred: Sequence[OldManifest], adapter: Adapter) -> dict[
 def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest]) -> None:
     """Check that leaves that several ranks held whole are alike, since nothing says which of them would be right.
 
-    Leaves that forward changes or that users track may differ by rank.
-
-    Raises:
-        StateMismatch: a parameter, or an optimizer's state, differs.
-    """
+    Leaves that forward changes or that users track may differ by rank."""
     digests: dict[str, set[str]] = {}
     for manifest in preferred:
         for name, digest in manifest.digests.items():

@@ -192,12 +192,7 @@ class _Starting:
             return None, error
 
     def _in_storage(self, lost: Unrecoverable | None, failure: HoldfastError | None) -> RestorePlan | None:
-        """What to restore from storage; None: start from nothing. A collective call.
-
-        Raises:
-            Unrecoverable: there was something to restore, but none of it can be restored.
-            ConfigError: see `check_nothing_is_left`.
-        """
+        """What to restore from storage; None: start from nothing. A collective call."""
         course, reach = self._course, self._reach
         if self._choice is not None:
             raise lost or Unrecoverable(f"{self._choice.snapshot} was chosen, and nothing of it is held") from failure
@@ -220,12 +215,10 @@ class _Starting:
         return set(plan.sources.layout.coords) != set(self._coords)
 
     def attempt(self, plan: RestorePlan, restored: Restored) -> Attempt:
-        """This rank's part in restoring what was planned."""
         world = OtherWorld if self._is_resharded(plan) else SameWorld
         return world(self._client, plan, self._coords, self._coord, self._block, restored)
 
     def failed(self, plan: RestorePlan, failure: HoldfastError | None, verdict: Verdict) -> None:
-        """Note that the attempt failed on some rank."""
         why = str(failure or "another rank failed; see its log")
         self._course.failed(plan, why, damaged=not verdict.unspoilt, complete=verdict.complete)
         text = "recovery of %s is tried again: %s" if verdict.complete else "%s is passed over: %s"

@@ -65,7 +65,7 @@ class Adapter:
         self._tracked: dict[str, Tracked] = {}
         with_extra_state(self._roots())  # raises now rather than with the first snapshot
         _warn_of_own_tensors(self._roots())
-        self._extra_states = ExtraStates()
+        self._extra_states: WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
         self._watches: list[Changing[str]] = []
@@ -167,7 +167,7 @@ class Adapter:
             "optim": [state.late() for state in states],
             "scheduler": [each.state_dict() for each in self._schedulers],
             "extra": self._extras(late=True),
-            "get_extra_state": {name: self._extra_states.of(module) for name, module in extra},
+            "get_extra_state": {name: extra_state(module, self._extra_states) for name, module in extra},
             **scalings(extra),
             "flags": flags.state(),
             GRADIENTS: flags.gradients(),
@@ -302,7 +302,6 @@ class Adapter:
         return {n: _state_of(part) for n, part in self._extra.items() if settles_late(part) is late}
 
     def _of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The modules, by name."""
         yield from ((f"model{i}", module) for i, module in enumerate(self._modules))
 
     def _roots(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -476,26 +475,20 @@ def scaling(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
 
 
-class ExtraStates:
-    """What ``get_extra_state`` of modules returned. The scales and largest values of Transformer Engine's delayed
+def extra_state(module: Any, known: WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]]) -> Any:
+    """What ``get_extra_state`` of a module returns. The scales and largest values of Transformer Engine's delayed
     scaling are captured beside that, because newer releases do not unpickle the extra state that they return.
 
     Transformer Engine's waits for the device and pickles, for each layer. With delayed scaling all that changes from
     step to step in it is what `scaling` gives, which is captured and put back by itself: then it is called again only
-    when something else has changed.
+    when something else has changed. `known` keeps what it returned, and with what else.
     """
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[torch.nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
-
-    def of(self, module: Any) -> Any:
-        if not (type(module).get_extra_state.__module__.startswith(PACKAGE) and scaling(module)):
-            return module.get_extra_state()
-        aside = _aside(module)
-        known = self._known.get(module)
-        if known is None or known[0] != aside:
-            known = self._known[module] = aside, module.get_extra_state()
-        return known[1]
+    if not (type(module).get_extra_state.__module__.startswith(PACKAGE) and scaling(module)):
+        return module.get_extra_state()
+    aside = _aside(module)
+    if module not in known or known[module][0] != aside:
+        known[module] = aside, module.get_extra_state()
+    return known[module][1]
 
 
 def _aside(module: Any) -> Any:

@@ -153,7 +153,6 @@ class OptimizerState:
         return ((name, parameter) for name, parameter in self.parameters() if parameter not in self._names)
 
     def _places(self) -> list[list[tuple[str, torch.Tensor]]]:
-        """The parameters of each group, by name."""
         groups = self.optimizer.param_groups
         return [
             [(self._names.get(parameter) or f"{g}.{i}", parameter) for i, parameter in enumerate(group["params"])]

@@ -157,10 +157,8 @@ def parse_record(text: bytes, snapshot: SnapshotId) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(text)
         held = SnapshotId(record["epoch"], record["step"])
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"the record of {snapshot} is not JSON: {error}") from error
-    except (LookupError, TypeError) as error:
-        raise ProtocolError(f"the record of {snapshot} does not give its epoch and step: {error!r}") from error
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise ProtocolError(f"the record of {snapshot} is no JSON that gives its epoch and step: {error!r}") from error
     if held != snapshot:
         raise ProtocolError(f"the record is of {held}, the slot of {snapshot}")
     return record

@@ -127,11 +127,7 @@ def agree_on_shares(agreement: Agreement, replica_set: str, tensors: Iterator[Li
 
 
 def _held_by_all(agreement: Agreement, mine: Mapping[str, int], members: Sequence[int]) -> frozenset[str]:
-    """Names of the leaves that all `members`, the caller's replicas, hold alike. A collective call of all ranks.
-
-    Args:
-        mine: digests of the caller's leaves, by name.
-    """
+    """Names of the leaves that all `members` hold alike; `mine`: the caller's digests. A collective call of all."""
     names = sorted(mine)
     of_names = xxhash.xxh3_64_intdigest("\0".join(names).encode()) >> 2
     least, most = agreement.minimum([of_names, -of_names], members)()

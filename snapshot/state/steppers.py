@@ -122,6 +122,5 @@ class Steppers:
         return sum(id(parameter) in of_job or memory_of(parameter) in memory for parameter in updated)
 
     def _only_wraps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer contains others, all of them known."""
         inside = [each for _, each in nested("", optimizer) if each is not optimizer]
         return bool(inside) and all(id(each) in self._known for each in inside)

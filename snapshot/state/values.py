@@ -28,6 +28,7 @@ import torch
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, StateMismatch
 from holdfast.snapshot.copy.tensors import empty_restrided, is_dense, octets, strides_of
 from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.live import refill
 
 LONGEST_JSON_INT = 4096
 """In bits. Longer integers are stored in hexadecimal: Python refuses decimal numbers of more than 4300 digits."""
@@ -281,11 +282,18 @@ def packed(value: Any, largest: int | None = None) -> Any:
             return value
         found = {"shape": list(value.shape), "bytes": elements_of(value), "host": value.device.type == "cpu"}
         return {_PACKED if largest is None else SMALL: value.dtype} | found
+    held = dict(value) if largest is None and isinstance(value, dict) else value
+    return _rebuilt(held, lambda part: packed(part, largest))
+
+
+def _rebuilt(value: Any, made: Callable[[Any], Any]) -> Any:
+    """A dict, list, tuple or deque with what is `made` of its parts; anything else as it is."""
     kind = type(value)
-    if kind is dict or (largest is None and isinstance(value, dict)):
-        return {key: packed(part, largest) for key, part in value.items()}
-    parts = (packed(part, largest) for part in value) if kind in (list, tuple, deque) else ()
-    return deque(parts, value.maxlen) if kind is deque else kind(parts) if kind in (list, tuple) else value
+    if kind is dict:
+        return {key: made(part) for key, part in value.items()}
+    if kind is deque:
+        return deque(map(made, value), value.maxlen)
+    return kind(map(made, value)) if kind in (list, tuple) else value
 
 
 def _is_small(value: torch.Tensor, largest: int) -> bool:
@@ -301,24 +309,20 @@ def unpacked(held: Any, device: torch.device | None = None, there: Any = None, m
         there: filled anew and returned if it is a dict or a deque, like `held`: it knows more than its items.
         mark: `SMALL` for what was packed up to some size.
     """
-    kind = type(held)
-    if kind is dict and mark in held:
+    if type(held) is dict and mark in held:
         made = torch.empty(held["shape"], dtype=held[mark], device="cpu")
         if held["bytes"]:
             octets(made).copy_(torch.frombuffer(bytearray(held["bytes"]), dtype=torch.uint8))
         return made if held["host"] or device is None else made.to(device)
-    if kind is dict:
-        filled = there if isinstance(there, dict) else {}
-        items = {key: unpacked(part, device, filled.get(key), mark) for key, part in held.items()}
-        filled.clear()
-        filled.update(items)
-        return filled
-    parts = (unpacked(part, device, mark=mark) for part in held) if kind in (list, tuple, deque) else ()
-    if kind is deque and isinstance(there, deque):
-        there.clear()
-        there.extend(parts)
+    if type(held) is dict and isinstance(there, dict):
+        refill(there, {key: unpacked(part, device, there.get(key), mark) for key, part in held.items()})
         return there
-    return deque(parts, held.maxlen) if kind is deque else kind(parts) if kind in (list, tuple) else held
+    found = _rebuilt(held, lambda part: unpacked(part, device, mark=mark))
+    if type(held) is deque and isinstance(there, deque):
+        there.clear()
+        there.extend(found)
+        return there
+    return found
 
 
 _HEAP_TYPE = 1 << 9
