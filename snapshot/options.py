@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
@@ -151,16 +151,9 @@ class Options:
     @property
     def for_start(self) -> StartOptions:
         """How to treat what earlier starts left behind."""
-        return StartOptions(
-            self.max_repeats,
-            self.generations,
-            self.restore_step,
-            1 if self.require == "snapshot" else self.require,
-            self.run,
-            self.give_up,
-            self.block or 1,
-            self.protect_every,
-        )
+        given = {each.name: getattr(self, each.name) for each in fields(StartOptions)}
+        require = 1 if self.require == "snapshot" else self.require
+        return StartOptions(**given | {"require": require, "block": self.block or 1})
 
     @property
     def slots_with_generations(self) -> int:

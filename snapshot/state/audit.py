@@ -197,7 +197,8 @@ def reachable(frame: FrameType | None = None, theirs: Collection[str] = ()) -> d
     Gives a text for each value by its name; texts are equal only if the values are. Blocks for about one read of all
     tensors.
     """
-    looking = _Looking(theirs)
+    found: dict[str, str] = {}
+    texts: dict[int, tuple[torch.Tensor, str]] = {}  # keeps tensors alive, so that no id is reused
     frame = frame or sys._getframe(1)
     while frame is not None:
         package = package_of(str(frame.f_globals.get("__name__", "")))
@@ -205,38 +206,28 @@ def reachable(frame: FrameType | None = None, theirs: Collection[str] = ()) -> d
             where = frame.f_code.co_name.strip("<>")
             for name, value in list(frame.f_locals.items()):
                 if not name.startswith("__"):
-                    looking.into(f"{where}.{name}", value)
+                    _look_into(f"{where}.{name}", value, theirs, found, texts)
         frame = frame.f_back
-    return looking.found
+    return found
 
 
-class _Looking:
-    """One walk. It visits an object once per variable that leads to it: a variable that only one of two runs has must
-    not change the names of anything else."""
-
-    def __init__(self, theirs: Collection[str]) -> None:
-        self.found: dict[str, str] = {}
-        self._theirs = theirs
-        self._texts: dict[int, tuple[torch.Tensor, str]] = {}  # keeps tensors alive, so that no id is reused
-
-    def into(self, path: str, value: Any) -> None:
-        theirs: dict[int, bool] = {}  # whether a framework restores the plain values in what was opened
-        for place, part, holder in walk([(path, value)], _is_opened, deepest=DEEPEST, most=MOST):
-            if len(self.found) >= MOST:
-                return
-            held = theirs.get(id(holder), False)
-            text = self._text(part)
-            if text is None:
-                theirs.setdefault(id(part), _are_theirs(part, held, self._theirs))
-            elif not held or isinstance(part, COMPUTED_WITH):
-                self.found.setdefault(place, text)
-
-    def _text(self, value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return plain(value)
-        if id(value) not in self._texts:
-            self._texts[id(value)] = value, plain(value) or ""
-        return self._texts[id(value)][1]
+def _look_into(
+    path: str, value: Any, packages: Collection[str], found: dict[str, str], texts: dict[int, tuple[torch.Tensor, str]]
+) -> None:
+    """One walk, which adds to `found` and `texts`. It visits an object once per variable that leads to it: a variable
+    that only one of two runs has must not change the names of anything else."""
+    theirs: dict[int, bool] = {}  # whether a framework restores the plain values in what was opened
+    for place, part, holder in walk([(path, value)], _is_opened, deepest=DEEPEST, most=MOST):
+        if len(found) >= MOST:
+            return
+        held = theirs.get(id(holder), False)
+        if isinstance(part, torch.Tensor) and id(part) not in texts:
+            texts[id(part)] = part, plain(part) or ""
+        text = texts[id(part)][1] if isinstance(part, torch.Tensor) else plain(part)
+        if text is None:
+            theirs.setdefault(id(part), _are_theirs(part, held, packages))
+        elif not held or isinstance(part, COMPUTED_WITH):
+            found.setdefault(place, text)
 
 
 def _are_theirs(value: Any, held: bool, packages: Collection[str]) -> bool:
