@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
@@ -66,15 +67,11 @@ def _warn_of_settings(client: SmpClient) -> None:
 
 def _reach(arena: Path, job: str, tries: int, coord: str | None, system: System) -> SmpClient:
     """Connect to the SMP, which is started up to `tries` - 1 times. Raises `SmpUnavailable`, and as `start_here`."""
-    while True:
-        tries -= 1
-        try:
+    for _ in range(tries - 1):
+        with suppress(SmpUnavailable):
             return SmpClient(arena, job, coord, system)
-        except SmpUnavailable:
-            if not tries:
-                raise
-        # Not in the `except` block, or an error of the start would be shown as one that came of the missing SMP.
         start_here(arena, job, system=system)
+    return SmpClient(arena, job, coord, system)
 
 
 def start_here(

@@ -36,7 +36,7 @@ from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.blocks import describe, to_tree, warn_of_order
+from holdfast.snapshot.resume.blocks import describe, warn_of_order
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
@@ -246,12 +246,14 @@ class SnapshotHook:
         """
         if kind != "comm":
             raise ConfigError(f"phase({kind!r}): the only kind is 'comm'")
-        session = self._session
-        session.communicate(True)
+        protecting, rank = self._session.protecting, self._session.rank
+        protecting.pace.comm(True)
+        rank.client.board.pause(protecting.layouts.index, rank.system.monotonic() + MAX_PAUSE_S)
         try:
             yield
         finally:
-            session.communicate(False)
+            rank.client.board.resume(protecting.layouts.index)
+            protecting.pace.comm(False)
 
     def drain(self, deadline_s: float) -> bool:
         """Block until this node has sealed every snapshot taken so far, and protected those that are to be protected;
@@ -429,7 +431,7 @@ class Session:
         statistics.rule = self.intervals.rule
         statistics.interval = statistics.rule.interval
         self._statistics = statistics
-        block = to_tree(describe(options.for_start.block, adapter))
+        block = to_plain(describe(options.for_start.block, adapter))
         self.position = position = Position(step, restored.loop, block, rank.system)
         self.first = FirstTurns(restored, checks, progress, self.position, adapter)
         self.capture = Capture(
@@ -478,16 +480,6 @@ class Session:
         return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, protected, checks.restored_by_themselves)
 
     # ------------------------------------------------------------------ what users ask for
-
-    def communicate(self, begins: bool) -> None:
-        """The step begins, or stops, communicating: holdfast's copies and traffic wait meanwhile. Never blocks."""
-        index = self.protecting.layouts.index
-        if begins:
-            self.protecting.pace.comm(True)
-            self.rank.client.board.pause(index, self.rank.system.monotonic() + MAX_PAUSE_S)
-        else:
-            self.rank.client.board.resume(index)
-            self.protecting.pace.comm(False)
 
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""

@@ -31,6 +31,7 @@ class Layouts:
     Attributes:
         layout: the newest one; None: there was none yet. index: this rank's index among the ranks of its node in it.
         is_planned: the layout fits the state, and its memory is there or being reserved.
+        fits: the layout fits the state of this rank, as far as it knows; the other ranks may not know yet if not.
         was_usable: slots were usable at some time: since then no failure here ends the job.
     """
 
@@ -59,7 +60,7 @@ class Layouts:
         self.is_planned = False
         self.was_usable = False
         self._was_attempted = False  # in this epoch: the next attempt begins another
-        self._is_outgrown = False  # the state has changed here, and the other ranks do not know yet
+        self.fits = True
         self._reserving: Reserving | None = None  # set until every rank may use all slots
         self._usable = 0  # number of slots that every rank may use
 
@@ -78,14 +79,9 @@ class Layouts:
         """See `Layout.moved_bytes`; 0 before there is a layout."""
         return 0 if self.layout is None else self.layout.moved_bytes
 
-    @property
-    def fits(self) -> bool:
-        """Whether the layout fits the state of this rank, as far as it knows."""
-        return not self._is_outgrown
-
     def outgrow(self) -> None:
         """The state has changed: the layout does not fit it any more."""
-        self._is_outgrown = True
+        self.fits = False
 
     def standing(self) -> int:
         """How many slots this rank may use; `AWAY` or `REFUSED` if they could not be reserved."""
@@ -98,7 +94,7 @@ class Layouts:
             HoldfastError: memory cannot be reserved; raised on every rank.
         """
         if not fits:
-            self.is_planned = self._is_outgrown = False
+            self.is_planned, self.fits = False, True
         if (reserving := self._reserving) is not None:
             failure = failure_of(lambda: self._note_usable(reserving, usable), SmpUnavailable)
             if failure is not None:
@@ -106,7 +102,7 @@ class Layouts:
 
     def begin_anew(self) -> None:
         """Ranks that had lost each other have met: plan another layout, in another epoch."""
-        self._was_attempted, self.is_planned, self._is_outgrown = True, False, False
+        self._was_attempted, self.is_planned, self.fits = True, False, True
         self.stop_reserving()
 
     def configure(self) -> bool:

@@ -53,7 +53,6 @@ class IntervalController:
         self.rule = IntervalRule(fixed, budget, self._node_rate)
         if step is not None:
             self.rule.resume(step, notes)
-        self._fixed = fixed
         self._budget = budget
         self._protect_every = protect_every
         self._recording = recording

@@ -16,14 +16,14 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.limits import MAX_GIVEN
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.plain import from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.snapshot.resume.comparison import refuse
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import Tree
 
 BLOCK = "block"
-"""Where a snapshot's record says which block it is of, among the values of its loop."""
+"""Where a snapshot's record says which block it is of, as plain values, among those of its loop."""
 
 log = get_log(__name__)
 
@@ -83,12 +83,6 @@ def check_given(loop: Tree, block: ScriptBlock) -> None:
 
 def _read(loop: Tree) -> ScriptBlock:
     return from_plain(ScriptBlock, loop[BLOCK], "the block of a snapshot")
-
-
-def to_tree(block: ScriptBlock) -> Tree:
-    """The block as plain values, for a record."""
-    tree: Tree = to_plain(block)
-    return tree
 
 
 def _check_number(where: str, held: ScriptBlock, entered: ScriptBlock) -> None:

@@ -16,9 +16,10 @@ from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
+from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import Record, ScriptBlock, Start
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.resume.blocks import BLOCK, check_block, check_order, describe, to_tree
+from holdfast.snapshot.resume.blocks import BLOCK, check_block, check_order, describe
 from holdfast.snapshot.resume.choice import StartOptions, agree
 
 SWEEP = """
@@ -175,11 +176,11 @@ def test_only_what_is_held_of_another_block_is_refused(held: int) -> None:
     with pytest.raises(ConfigError, match=rf"block {held} .*block 2 .*block={held}"):
         check_order([inventory(None), inventory(start)], mine)
     with pytest.raises(ConfigError, match=rf"block={held}"):
-        check_block({BLOCK: to_tree(ScriptBlock(held, "Net, Adam"))}, mine)
+        check_block({BLOCK: to_plain(ScriptBlock(held, "Net, Adam"))}, mine)
     check_order([inventory(start, holds=False)], mine)
     check_order([inventory(Start(4, 10))], mine)
     check_order([inventory(Start(4, 10, block=mine))], mine)
-    check_block({BLOCK: to_tree(mine)}, mine)
+    check_block({BLOCK: to_plain(mine)}, mine)
 
 
 def test_all_ranks_enter_the_same_block() -> None:
