@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Collection
@@ -180,45 +181,43 @@ class OwnSmp:
             raise SmpUnavailable(text) from error
         self._pause_s = LEAST_PAUSE_S
 
-    def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float | None = None) -> None:
+    def attach_again(self, epoch: int, layout: Layout | None, deadline_s: float = math.inf) -> None:
         """Go on with the successor of an SMP that went away, or start one. Snapshots that the old one had not sealed
         are lost.
 
         No other thread may use the connections.
 
         Args:
-            deadline_s: for all of it; None: for each call of its own, and as long as an SMP may take to start.
+            deadline_s: for all of it. Each call has one of its own, and so has an SMP to start.
 
         Raises:
             SmpUnavailable: none answers, or could be started.
             DeadlineExceeded: an SMP runs, or was being started, and did not answer in time.
         """
-        until_s = None if deadline_s is None else self._system.monotonic() + deadline_s
+        until_s = self._system.monotonic() + deadline_s
         self._find(until_s)
         self.sealing.reconnect(self._left(until_s))
         self.client.join(epoch, deadline_s=self._left(until_s))
         if layout is not None:
             self.client.configure(layout, wait=False)
 
-    def _find(self, until_s: float | None = None) -> None:
+    def _find(self, until_s: float = math.inf) -> None:
         try:
             self.client.reconnect(self._left(until_s))
             return
         except SmpUnavailable:
             if not self._start:
                 raise
-        start_s = START_DEADLINE_S if until_s is None else self._left(until_s)
+        start_s = self._left(until_s, START_DEADLINE_S)
         start_here(self._arena, self._job, ports=self._ports, deadline_s=start_s, system=self._system)
         self.client.reconnect(self._left(until_s))
 
-    def _left(self, until_s: float | None) -> float:
+    def _left(self, until_s: float, most_s: float = CALL_DEADLINE_S) -> float:
         """How long a call may take, in seconds. Raises `DeadlineExceeded` if the time is over."""
-        if until_s is None:
-            return CALL_DEADLINE_S
         left_s = until_s - self._system.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded("the time is over")
-        return left_s
+        return min(left_s, most_s)
 
     def finish(self, epoch: int) -> None:
         """End the job on this node: the SMP exits and its memory is freed. Raises `HoldfastError`."""

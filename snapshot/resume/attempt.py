@@ -60,15 +60,7 @@ from holdfast.snapshot.resume.regions import (
 )
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import At, Tree
-from holdfast.snapshot.state.record import (
-    BEGAN,
-    INPUTS,
-    LOOP,
-    NOTES,
-    SavedShard,
-    restore_strides,
-    whole_leaves,
-)
+from holdfast.snapshot.state.record import BEGAN, INPUTS, LOOP, NOTES, SavedShard, restore_strides, whole_leaves
 from holdfast.snapshot.state.replicas import is_part_of
 from holdfast.snapshot.step.position import Position
 

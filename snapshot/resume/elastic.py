@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -49,7 +50,7 @@ from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
 from holdfast.snapshot.state.record import LATE, NOTES, SavedShard
-from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
+from holdfast.snapshot.state.replicas import is_part_of, same_on_all, shared_leaves_of
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode_plain
 from holdfast.snapshot.step.data import ELSEWHERE
@@ -448,11 +449,8 @@ def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest])
     """Check that leaves that several ranks held whole are alike, since nothing says which of them would be right.
 
     Leaves that forward changes or that users track may differ by rank."""
-    digests: dict[str, set[str]] = {}
-    for manifest in preferred:
-        for name, digest in manifest.digests.items():
-            digests.setdefault(name, set()).add(digest)
-    differing = {name for name, found in digests.items() if len(found) > 1}
+    digests = {(name, digest) for manifest in preferred for name, digest in manifest.digests.items()}
+    differing = {name for name, count in Counter(name for name, _ in digests).items() if count > 1}
     private = {item.name for item in live if item.change is Change.ANY or item.name.startswith(PREFIX)}
     if bad := sorted(differing - private):
         raise StateMismatch(
@@ -465,8 +463,6 @@ def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest])
 
 
 def _warn_of_differences(what: str, found: Sequence[Mapping[str, str]]) -> None:
-    names = sorted({name for digests in found for name in digests})
-    own = [name for name in names if len({digests.get(name) for digests in found}) > 1]
-    if own:
+    if own := sorted(set[str]().union(*found) - same_on_all(found)):
         text = "%s of %s differ between the old ranks: ranks that stay keep their own, new ones take the first rank's"
         log.warning(text, what, some(own))

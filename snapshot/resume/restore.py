@@ -7,11 +7,7 @@ from functools import partial
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.crash_loop import steps_finished
-from holdfast.smp_daemon.shared.errors import (
-    HoldfastError,
-    Unrecoverable,
-    failure_of,
-)
+from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable, failure_of
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import next_epoch
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
