@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.errors import SmpUnavailable, failure_of
 from holdfast.smp_daemon.shared.identity import Run
@@ -25,6 +26,7 @@ from holdfast.snapshot.step.capture import Capture
 log = get_log(__name__)
 
 
+@dataclass(eq=False)
 class Layouts:
     """Used by the training thread, except `attach_again` (the copy thread) and `_pin` (the thread that prepares slots).
 
@@ -35,34 +37,22 @@ class Layouts:
         was_usable: slots were usable at some time: since then no failure here ends the job.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        rank: Rank,
-        run: Run,
-        capture: Capture,
-        intervals: IntervalController,
-        episodes: Episodes,
-        tell_operators: Callable[[str], None],
-        wait_for_copies: Callable[[], None],
-    ) -> None:
-        self._options = options
-        self._rank = rank
-        self._run = run
-        self._capture = capture
-        self._intervals = intervals
-        self._progress = rank.progress
-        self._episodes = episodes
-        self._tell_operators = tell_operators
-        self._wait_for_copies = wait_for_copies
-        self.layout: Layout | None = None
-        self.index = 0
-        self.is_planned = False
-        self.was_usable = False
-        self._was_attempted = False  # in this epoch: the next attempt begins another
-        self.fits = True
-        self._reserving: Reserving | None = None  # set until every rank may use all slots
-        self._usable = 0  # number of slots that every rank may use
+    _options: Options
+    _rank: Rank
+    _run: Run
+    _capture: Capture
+    _intervals: IntervalController
+    _episodes: Episodes
+    _tell_operators: Callable[[str], None]
+    _wait_for_copies: Callable[[], None]
+    layout: Layout | None = None
+    index: int = 0
+    is_planned: bool = False
+    fits: bool = True
+    was_usable: bool = False
+    _was_attempted: bool = False  # in this epoch: the next attempt begins another
+    _reserving: Reserving | None = None  # set until every rank may use all slots
+    _usable: int = 0  # number of slots that every rank may use
 
     @property
     def is_reserving(self) -> bool:
@@ -111,7 +101,7 @@ class Layouts:
         Every change of layout, and every attempt at one, is an epoch of its own; earlier snapshots stay until a new one
         is protected. Returns False, on every rank, if an SMP is away: then it must be tried again.
         """
-        progress = self._progress
+        progress = self._rank.progress
         failure = failure_of(lambda: self._rank.smp.attach(progress.epoch, self._wait_for_copies), SmpUnavailable)
         if self._rank.agreement.everywhere(failure is None):
             form = self._capture.plan(SnapshotId(progress.epoch, progress.step))
@@ -130,7 +120,7 @@ class Layouts:
         if self._options.strict:
             raise failure
         text = "no snapshots are taken from step %d on, until the SMPs of all nodes answer: %s"
-        self._episodes.begin("layout", text, self._progress.step, failure)
+        self._episodes.begin("layout", text, self._rank.progress.step, failure)
 
     def _reserve(self, slot_bytes: int) -> None:
         """Lay out slots and reserve them, beside the training if that takes long. A collective call."""
@@ -140,7 +130,7 @@ class Layouts:
             rank.client,
             rank.agreement,
             self._options.job,
-            self._progress.epoch,
+            self._rank.progress.epoch,
             rank.coord,
             slot_bytes,
             self._options.protection,
@@ -169,7 +159,7 @@ class Layouts:
         if usable in (AWAY, REFUSED):
             self.stop_reserving()
             raise_together(usable, reserving.failure)
-        step = self._progress.step
+        step = self._rank.progress.step
         if usable and not self._usable:
             self.was_usable = True
             self._episodes.end("layout", "memory is reserved again: snapshots are taken from step %d on", step)
@@ -209,4 +199,4 @@ class Layouts:
 
     def attach_again(self) -> None:
         """Called by the copy thread before the first copy after the SMP went away."""
-        self._rank.smp.attach_again(self._progress.epoch, self.layout)
+        self._rank.smp.attach_again(self._rank.progress.epoch, self.layout)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -299,25 +300,24 @@ LOOK_EVERY_S = 0.02
 """How often a rank at a meeting looks into the store, in seconds."""
 
 
+@dataclass(eq=False)
 class Meeting:
     """One rank's part in all meetings of a group that has lost each other: through the job's store, after a step that
     all know in advance. Methods raise what the store raises. Not thread-safe.
 
     A rank that has lost the others announces a step that lies ahead of it. Once all ranks have announced one, they meet
     after the latest of these steps. Each rank has time to read it, because ranks that wait for each other in every step
-    are never more than one step apart. Nobody waits before that step.
+    are never more than one step apart. Nobody waits before that step. Uses `set`, `get` and `check` of the store.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, clock: Clocks = MACHINE) -> None:
-        """`store`: a `torch.distributed.Store`, of which `set`, `get` and `check` are used."""
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._clock = clock
-        self._round = 0
-        self._failed = 0
-        self._said = False
-        self._at: int | None = None
+    _store: Any
+    _rank: int
+    _size: int
+    _clock: Clocks = MACHINE
+    _round: int = 0
+    _failed: int = 0
+    _said: bool = False
+    _at: int | None = None
 
     def come(self, step: int) -> str | None:
         """Called after every step while the others are lost. Blocks at a meeting, for `MEETING_DEADLINE_S` at most.

@@ -174,12 +174,12 @@ class DeviceEngines:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceTransfers:
     """A `Transfer` of the state of one moment on several devices."""
 
-    def __init__(self, engines: DeviceEngines, transfers: dict[int, Transfer]) -> None:
-        self._engines = engines
-        self._transfers = transfers
+    _engines: DeviceEngines
+    _transfers: dict[int, Transfer]
 
     def copy(
         self,

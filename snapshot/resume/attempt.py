@@ -38,8 +38,8 @@ from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import about, get_log
-from holdfast.smp_daemon.shared.plan import RestorePlan
 from holdfast.smp_daemon.shared.quantities import duration
+from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine, SlotTensor
@@ -138,39 +138,32 @@ SOURCES = {
 """The tiers of `resume.choice`, in words."""
 
 
+@dataclass(eq=False)
 class Attempt(ABC):
     """One rank's part in restoring one snapshot.
+
+    Args:
+        _coords: the node of every coordinate, in the order of ranks. _coord: this rank's.
+        _block: the block of the script that is entered.
 
     Attributes:
         restored: what the attempt finds out and does is noted here.
         fills: the plan.
     """
 
-    def __init__(
-        self,
-        client: SmpClient,
-        plan: RestorePlan,
-        coords: Mapping[str, str],
-        coord: str,
-        block: ScriptBlock,
-        restored: Restored,
-    ) -> None:
-        """
-        Args:
-            coords: the node of every coordinate, in the order of ranks.
-            coord: this rank's.
-            block: the block of the script that is entered.
-        """
-        self.snapshot = plan.snapshot
-        self.system = client.system
-        self.restored = restored
-        self.fills: list[Fill] = []
-        self._client = client
-        self._sources = plan.sources
-        self._coords = coords
-        self._coord = coord
-        self._block = block
-        self._values: tuple[Tree, Tree, Tree] = {}, {}, {}
+    _client: SmpClient
+    _sources: Sources
+    _coords: Mapping[str, str]
+    _coord: str
+    _block: ScriptBlock
+    restored: Restored
+    fills: list[Fill] = field(default_factory=list)
+    _values: tuple[Tree, Tree, Tree] = field(default_factory=lambda: ({}, {}, {}))
+
+    @property
+    def snapshot(self) -> SnapshotId:
+        """The snapshot that is restored."""
+        return self._sources.snapshot
 
     @abstractmethod
     def recover(self) -> None:
@@ -282,7 +275,7 @@ class SameWorld(Attempt):
             DamagedSnapshot: they cannot be repaired.
             ProtocolError: the shard has no such bytes.
         """
-        check_range(self.shard, offset, length, self._taken, self.repair, self.system)
+        check_range(self.shard, offset, length, self._taken, self.repair, self._client.system)
         return self.shard.view[offset : offset + length]
 
     def repair(self, units: list[int]) -> None:
@@ -351,7 +344,9 @@ class SameWorld(Attempt):
             for read in fill.reads
             if read.coord == self._coord
         ]
-        load = partial(load_checked, engine, pieces, self.shard, self.repair, midway=self.midway, system=self.system)
+        load = partial(
+            load_checked, engine, pieces, self.shard, self.repair, midway=self.midway, system=self._client.system
+        )
         return failure_of(load, HoldfastError)
 
     def take_over(self, agreement: Agreement, adapter: Adapter) -> None:

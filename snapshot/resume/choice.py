@@ -19,6 +19,7 @@ from holdfast.smp_daemon.shared.identity import ID_DIGITS, UNNAMED, first_after,
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted, PersistedRun
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_GENERATIONS
+from holdfast.smp_daemon.shared.logs import some
 from holdfast.smp_daemon.shared.plan import RestorePlan, candidates, whole_snapshots
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
 from holdfast.smp_daemon.shared.settings import GENERATIONS, GIVE_UP, MAX_REPEATS, REQUIRE, RESTORE_STEP, RUN
@@ -154,11 +155,8 @@ def check_required(
 
 
 def steps_in_words(snapshots: Sequence[SnapshotId]) -> str:
-    """``steps 12, 10 and 8``, in the given order."""
-    steps = [str(step) for step in dict.fromkeys(snapshot.step for snapshot in snapshots)]
-    if len(steps) < 2:
-        return f"step {steps[0]}" if steps else "none"
-    return f"steps {', '.join(steps[:-1])} and {steps[-1]}"
+    """``step 12, step 10``, in the given order."""
+    return some(list(dict.fromkeys(f"step {snapshot.step}" for snapshot in snapshots)), between=", ") or "none"
 
 
 def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> CrashLoop | None:

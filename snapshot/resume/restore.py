@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -24,7 +25,7 @@ from holdfast.smp_daemon.shared.plan import (
 )
 from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.sources import Address
-from holdfast.smp_daemon.shared.starts import Start
+from holdfast.smp_daemon.shared.starts import ScriptBlock, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.resume.attempt import Attempt, SameWorld, Verdict, agree_on, load
@@ -84,7 +85,8 @@ def restore(
         Repeated: see `check_repeats`. Nothing was changed anywhere.
     """
     clock = {"enter": client.system.monotonic()}
-    start = _Starting(client, agreement, adapter, options, elastic)
+    block = describe(options.block if options is not None else 1, adapter)
+    start = _Starting(client, agreement, adapter.coordinate(), options, block, elastic)
     failure: HoldfastError | None = None
     while True:
         restored, plan = start.decide(failure)
@@ -107,22 +109,21 @@ def restore(
         start.failed(plan, failure, verdict)
 
 
+@dataclass(eq=False)
 class _Starting:
     """How all ranks decide, alike, what to restore; they decide again after every attempt that failed."""
 
-    def __init__(
-        self, client: SmpClient, agreement: Agreement, adapter: Adapter, options: StartOptions | None, elastic: bool
-    ) -> None:
-        self._client = client
-        self._agreement = agreement
-        self._coord = adapter.coordinate()
-        self._options = options
-        self._block = describe(options.block if options is not None else 1, adapter)
-        self._elastic = elastic
-        self._course = RestoreAttempts()
-        self._unacknowledged: set[SnapshotId] = set()
-        self._joined = self._looked_again = False
-        self._stored = 0
+    _client: SmpClient
+    _agreement: Agreement
+    _coord: str
+    _options: StartOptions | None
+    _block: ScriptBlock
+    _elastic: bool
+    _course: RestoreAttempts = field(default_factory=RestoreAttempts)
+    _unacknowledged: set[SnapshotId] = field(default_factory=set)
+    _joined: bool = False
+    _looked_again: bool = False
+    _stored: int = 0
 
     def decide(self, failure: HoldfastError | None) -> tuple[Restored, RestorePlan | None]:
         """Ask all SMPs, choose, and fence every older writer on every node. A collective call. Raises as `restore`.
@@ -212,7 +213,7 @@ class _Starting:
 
     def attempt(self, plan: RestorePlan, restored: Restored) -> Attempt:
         world = OtherWorld if self._is_resharded(plan) else SameWorld
-        return world(self._client, plan, self._coords, self._coord, self._block, restored)
+        return world(self._client, plan.sources, self._coords, self._coord, self._block, restored)
 
     def failed(self, plan: RestorePlan, failure: HoldfastError | None, verdict: Verdict) -> None:
         why = str(failure or "another rank failed; see its log")

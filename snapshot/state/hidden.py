@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -102,10 +103,8 @@ def register(
 def registered(roots: Iterable[tuple[str, Any]]) -> Iterator[Tracked]:
     """What to track of named modules, their submodules, and optimizers whose class is registered."""
     for name, owner in owners(roots):
-        for kind in type(owner).__mro__:
-            if kind in _registry:
-                yield _registry[kind](name.replace(".", "/"), owner)
-                break
+        if tracks := next((_registry[kind] for kind in type(owner).__mro__ if kind in _registry), None):
+            yield tracks(name.replace(".", "/"), owner)
 
 
 def untracked(roots: Iterable[tuple[str, Any]], captured: Collection[int]) -> list[str]:
@@ -132,6 +131,7 @@ def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[s
 P = TypeVar("P", bound=Hashable)
 
 
+@dataclass(eq=False)
 class Changing(Generic[P]):
     """Finds values that change from step to step. Used by the training thread.
 
@@ -141,12 +141,11 @@ class Changing(Generic[P]):
         patience: a place is reported once it has differed at this many looks in a row from the look before.
     """
 
-    def __init__(self, samples: Callable[[], Iterator[tuple[P, bytes]]], patience: int) -> None:
-        self._samples = samples
-        self._patience = patience
-        self._boundaries = 0
-        self._before: dict[P, bytes] = {}
-        self._in_a_row: dict[P, int] = {}
+    samples: Callable[[], Iterator[tuple[P, bytes]]]
+    patience: int
+    _boundaries: int = 0
+    _before: dict[P, bytes] = field(default_factory=dict)
+    _in_a_row: dict[P, int] = field(default_factory=dict)
 
     def look(self) -> list[P]:
         """Called at every boundary. Returns the places to report.
@@ -156,11 +155,11 @@ class Changing(Generic[P]):
         self._boundaries += 1
         if self._boundaries > FIRST_LOOKS and self._boundaries & (self._boundaries - 1):
             return []
-        now = dict(islice(self._samples(), MOST))
+        now = dict(islice(self.samples(), MOST))
         changed = [place for place, part in now.items() if self._before.get(place, part) != part]
         self._before = now
         self._in_a_row = {place: self._in_a_row.get(place, 0) + 1 for place in changed}
-        return [place for place, count in self._in_a_row.items() if count >= self._patience]
+        return [place for place, count in self._in_a_row.items() if count >= self.patience]
 
 
 def samples_of_attributes(

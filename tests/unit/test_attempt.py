@@ -87,7 +87,7 @@ def restored(
     layout = Layout("run", SNAPSHOT.epoch, 0, (Node("node0", "127.0.0.1", 1, 2, shards),), ((0,),), 1, 0, UNIT, 2)
     plan = RestorePlan(Sources(SNAPSHOT, layout, {}, {}), (), ())
     block = ScriptBlock(1, "Toy")
-    attempt = SameWorld(cast(SmpClient, holder), plan, COORDS, coord, block, Restored(1, UNNAMED))
+    attempt = SameWorld(cast(SmpClient, holder), plan.sources, COORDS, coord, block, Restored(1, UNNAMED))
     attempt.recover()
     adapter = Replica(blank(items) if live is None else live, coord=coord)
     try:

@@ -395,7 +395,7 @@ class Peers:
         layout = Layout("run", SNAPSHOT.epoch, 0, (node,), ((0,),), 1, 0, self.unit_bytes, 2)
         plan = RestorePlan(Sources(SNAPSHOT, layout, {}, {}), (), ())
         found, block = Restored(1, UNNAMED), ScriptBlock(1, "Toy")
-        attempt = SameWorld(cast(SmpClient, self), plan, {"dp0": "a"}, "dp0", block, found)
+        attempt = SameWorld(cast(SmpClient, self), plan.sources, {"dp0": "a"}, "dp0", block, found)
         attempt.recover()
         return attempt
 
