@@ -188,7 +188,7 @@ class OwnSmp:
         No other thread may use the connections.
 
         Args:
-            deadline_s: for all of it. Each call has one of its own, and so has an SMP to start.
+            deadline_s: for all of it. Each call has one of its own, too, and so has the start of an SMP.
 
         Raises:
             SmpUnavailable: none answers, or could be started.

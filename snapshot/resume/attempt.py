@@ -185,7 +185,8 @@ class Attempt(ABC):
         self.restored.rewind = adapter.rewinding(early)
 
     def rebuild(self, adapter: Adapter, early: Tree) -> None:
-        """Have the job make what it had added in training."""
+        """Have the job make what it had added in training. Raises `ConfigError` if it is of another block."""
+        check_block(early.get(LOOP, {}), self._block)
         loop = Position(self.snapshot.step, early.get(LOOP, {}), {})
         adapter.rebuild(At(loop.number(self.snapshot.step), loop.epoch))
 
@@ -306,7 +307,6 @@ class SameWorld(Attempt):
         except ProtocolError as error:
             raise IncompleteSnapshot(f"no copy of it can be loaded: {error}") from error
         self.restored.notes, self.restored.inputs = self._record.get(NOTES) or {}, self._record.get(INPUTS)
-        check_block(early.get(LOOP, {}), self._block)
         self.rebuild(adapter, early)
         adapter.check(early, late, fixed)
         adapter.materialise(whole_leaves(self._form, self._shared))

@@ -146,11 +146,11 @@ def check_required(
     newest = f"the newest to go back to is step {step:,}, {where}"
     found = newest if plan is not None else "there is nothing to go back to"
     why = f" ({'; '.join(passed_over)})" if passed_over else ""
+    way = f"with {REQUIRE_ENV}={step}" if plan is not None else "without it"
     raise Unrecoverable(
         f"this start was told (require=, {REQUIRE_ENV}) to go on from step {options.require:,} or a later one: {found}"
         f"{why}; nodes that answered: {', '.join(sorted(nodes)) or 'none'}. Bring lost nodes or files back, and look "
-        "whether job, arena and storage are those of the start before. If that is meant, start once with "
-        f"{REQUIRE_ENV}={step or ''}"
+        f"whether job, arena and storage are those of the start before. If that is meant, start once {way}"
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ import torch
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.integrations.adapters.torch_native import TorchAdapter
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.starts import Record, ScriptBlock, Start
 from holdfast.snapshot.hook import SnapshotHook
+from holdfast.snapshot.resume.attempt import Attempt, Restored, SameWorld
 from holdfast.snapshot.resume.blocks import BLOCK, check_block, check_order, describe
 from holdfast.snapshot.resume.choice import StartOptions, agree
+from holdfast.snapshot.resume.elastic import OtherWorld
+from holdfast.snapshot.state.record import LOOP
 
 SWEEP = """
 import hashlib, os, signal, sys
@@ -181,6 +186,15 @@ def test_only_what_is_held_of_another_block_is_refused(held: int) -> None:
     check_order([inventory(Start(4, 10))], mine)
     check_order([inventory(Start(4, 10, block=mine))], mine)
     check_block({BLOCK: to_plain(mine)}, mine)
+
+
+@pytest.mark.parametrize("world", [SameWorld, OtherWorld])
+def test_a_snapshot_of_another_block_is_refused_with_any_number_of_ranks(world: type[Attempt]) -> None:
+    nobody: Any = None
+    sources: Any = SimpleNamespace(snapshot=SnapshotId(1, 3))
+    attempt = world(nobody, sources, {"dp0": "a"}, "dp0", ScriptBlock(2, "Net"), Restored(2, UNNAMED))
+    with pytest.raises(ConfigError, match="block=1"):
+        attempt.rebuild(nobody, {LOOP: {BLOCK: to_plain(ScriptBlock(1, "Net"))}})
 
 
 def test_all_ranks_enter_the_same_block() -> None:
