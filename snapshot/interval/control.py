@@ -101,15 +101,15 @@ class IntervalController:
         """All ranks use `interval` from now on: the longest that any of them `wanted`. Returns what to tell operators,
         if there is news, on the rank that has told of the plan."""
         self.rule.interval = interval
-        if not self._is_news():
+        if self._told is None:
             return None
-        text = self.plan_in_words()
-        log.info("from now on %s", text)
-        return text
+        begins = self.rule.wanted().limit in ("unknown", "young")
+        changed = not 1 / 2 < interval / self._told < 2  # half or twice what was told
+        return self.say_plan("from now on ") if changed or begins < self._begins else None
 
-    def plan_in_words(self) -> str:
-        """How often snapshots are taken now, and why."""
-        limit = self.rule.wanted().limit
+    def say_plan(self, since: str = "") -> str:
+        """How often snapshots are taken now, and why. Logs it once, and with every `since`."""
+        is_news, limit = self._told is None or since, self.rule.wanted().limit
         self._told, self._begins = self.rule.interval, limit in ("unknown", "young")
         every = "every step" if self.rule.interval == 1 else f"every {self.rule.interval} steps"
         if self._protect_every != 1:
@@ -119,22 +119,11 @@ class IntervalController:
         if limit == "unknown":
             within = f", within {self._budget:.1%} of the time" if self._budget else ""
             text += f"; later the interval that loses least{within}"
-        return text
-
-    def say_plan(self) -> str:
-        """Log `plan_in_words`, once, and return it."""
-        is_new = self._told is None
-        text = self.plan_in_words()
-        if is_new:
-            log.info("%s", text)
+        if is_news:
+            log.info("%s%s", since, text)
         return text
 
     def sealed(self, copy: SnapshotCopy) -> None:
         """A snapshot is sealed, or was given up. May be called from any thread; returns at once."""
         if self._recording is not None:
             self._recording.sealed(copy)
-
-    def _is_news(self) -> bool:
-        """Whether the interval has become half or twice what was told, or the beginning is over."""
-        begins = self.rule.wanted().limit in ("unknown", "young")
-        return self._told is not None and (not 1 / 2 < self.rule.interval / self._told < 2 or begins < self._begins)

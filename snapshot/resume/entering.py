@@ -73,13 +73,13 @@ class Entered:
     Attributes:
         inventories: one of each node's SMP.
         coords: the node of every coordinate.
-        options: the start options of each rank.
+        options: the start options, the same on each rank.
         drawn, now_s: those of rank 0.
     """
 
     inventories: list[Inventory]
     coords: dict[str, str]
-    options: list[StartOptions]
+    options: StartOptions
     drawn: int
     now_s: float
 
@@ -103,7 +103,7 @@ def exchange(client: SmpClient, agreement: Agreement, coord: str, options: Start
 
     Raises:
         StateMismatch: two ranks have the same coordinate; raised on every rank.
-        ConfigError: two SMPs have the same node name; raised on every rank.
+        ConfigError: two SMPs have the same node name, or see `agree`; raised on every rank.
     """
     own = client.inventory()
     system = client.system
@@ -115,6 +115,7 @@ def exchange(client: SmpClient, agreement: Agreement, coord: str, options: Start
     if len(coords) < len(everyone):
         [(twice, _)] = Counter(told.coord for told in everyone).most_common(1)
         raise StateMismatch(f"two ranks have the coordinate {twice!r}")
+    agreed = agree([told.options for told in everyone])
     speaker = first_ranks(everyone)
     layouts = {layout.digest: layout for layout in own.layouts.values()}
     speaks = speaker[own.node] == agreement.rank
@@ -123,7 +124,7 @@ def exchange(client: SmpClient, agreement: Agreement, coord: str, options: Start
     layouts |= _sent(agreement, layouts, {speaker[node]: _digests(plain) for node, plain in told.items()})
     inventories = [Inventory.read(plain, layouts) for plain in told.values()]
     first = everyone[0]
-    return Entered(inventories, coords, [each.options for each in everyone], first.drawn, first.now_s)
+    return Entered(inventories, coords, agreed, first.drawn, first.now_s)
 
 
 def first_ranks(everyone: Sequence[Entering]) -> dict[str, int]:
@@ -230,7 +231,7 @@ def find_own(
     For in-memory storage of checkpoints, which is not persisted. Raises as `exchange` and `own_run`.
     """
     entered = exchange(client, agreement, coord, options)
-    reach = reach_of(entered.inventories, (), agree(entered.options))
+    reach = reach_of(entered.inventories, (), entered.options)
     return entered, reach, own_inventories(entered.inventories, reach.run)
 
 

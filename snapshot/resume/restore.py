@@ -34,7 +34,6 @@ from holdfast.snapshot.resume.blocks import check_order, describe
 from holdfast.snapshot.resume.choice import (
     RestoreAttempts,
     StartOptions,
-    agree,
     check_repeats,
     check_required,
     choose,
@@ -136,7 +135,7 @@ class _Starting:
         """
         client, agreement = self._client, self._agreement
         entered = exchange(client, agreement, self._coord, self._options)
-        everyone, self._coords, self._agreed = entered.inventories, entered.coords, agree(entered.options)
+        everyone, self._coords, self._agreed = entered.inventories, entered.coords, entered.options
         if self._elastic:
             everyone += ask_idle(client, agreement, everyone)
         if not self._joined:

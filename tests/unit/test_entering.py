@@ -103,7 +103,7 @@ def test_every_rank_learns_what_every_node_holds_and_where_every_rank_is() -> No
     for _, entered in enter(inventories, COORDS, StartOptions(generations=2)):
         assert entered.inventories == [held(node, layouts[node]) for node in ("a", "b", "spare")]
         assert entered.coords == dict(zip(COORDS, NODES, strict=True))
-        assert entered.options == [StartOptions(generations=2)] * len(NODES)
+        assert entered.options == StartOptions(generations=2)
         assert (entered.drawn, entered.now_s) == (DRAWN, NOW_S), "those of rank 0"
 
 
