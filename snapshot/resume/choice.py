@@ -155,8 +155,9 @@ def check_required(
 
 
 def steps_in_words(snapshots: Sequence[SnapshotId]) -> str:
-    """``step 12, step 10``, in the given order."""
-    return some(list(dict.fromkeys(f"step {snapshot.step}" for snapshot in snapshots)), between=", ") or "none"
+    """``steps 12, 10, 8``, in the given order."""
+    steps = some(list(dict.fromkeys(str(snapshot.step) for snapshot in snapshots)), between=", ")
+    return f"steps {steps}" if steps else "none"
 
 
 def check_repeats(inventories: Sequence[Inventory], options: StartOptions) -> CrashLoop | None:
