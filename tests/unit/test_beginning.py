@@ -6,7 +6,7 @@ import hashlib
 import logging
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from holdfast import ConfigError, InMemorySnapshot
 from tests.deadlines import DEADLINE_S
 
+pytestmark = pytest.mark.usefixtures("arena")
 STEPS = 7
 STOP = 4
 
@@ -48,10 +49,14 @@ class Job:
         """Forward and backward on one batch."""
         self.model(torch.randn(6, 4)).square().sum().backward()
 
-    def step(self) -> None:
-        """Everything after backward."""
+    def update(self) -> None:
+        """The step of the optimizer alone."""
         self.optim.step()
         self.optim.zero_grad()
+
+    def step(self) -> None:
+        """Everything after backward."""
+        self.update()
         self.schedule.step()
         for mean, weight in zip(self.average, self.model.parameters(), strict=True):
             mean.lerp_(weight.detach(), 0.5)
@@ -159,16 +164,21 @@ def looping(
     step: Callable[[Any], object] = lambda job: job.step(),
     after: Callable[[Any], object] = lambda job: None,
     *,
+    before: Callable[[Any], object] = lambda job: None,
+    at: Collection[int] = range(STEPS),
     declared: bool = False,
 ) -> Loop:
-    """The usual loop; `declared`: it says where its steps begin."""
+    """The usual loop, with something `before` and `after` the steps `at`; `declared`: it says where its steps begin."""
 
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for _ in snap.steps(STEPS) if declared else range(snap.step, STEPS):
+        for turn in snap.steps(STEPS) if declared else range(snap.step, STEPS):
+            if turn in at:
+                before(job)
             backward(job)
             yield
             step(job)
-            after(job)
+            if turn in at:
+                after(job)
 
     return loop
 
@@ -214,7 +224,6 @@ def clamped_through_data(job: Job) -> None:
         parameter.data = parameter.data.clamp(-0.3, 0.3)
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("make", [Job, Simple])
 @pytest.mark.parametrize(
     "between",
@@ -246,7 +255,6 @@ def drawing_from_all(job: Job) -> None:
     job.model(torch.randn(6, 4) * random.random() + np.random.random()).square().sum().backward()
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("backward", [Job.backward, siamese, accumulating, drawing_from_all])
 @pytest.mark.parametrize("make", [Dropping, Simple])
 def test_loops_that_say_nothing_are_followed(
@@ -273,7 +281,6 @@ class Parts(Job):
         self.model["b"](self.model["a"](torch.randn(6, 4))).square().sum().backward()
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_dict_of_modules_whose_parts_alone_are_called_is_followed(caplog: pytest.LogCaptureFixture) -> None:
     snap = trial(plain, Parts)
     assert snap.statistics.failed == 0
@@ -291,7 +298,6 @@ class Scaled(Simple):
         return InMemorySnapshot(self.model, self.optim, scheduler=self.schedule, extra={"scaler": self.scaler})
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_step_that_a_scaler_skips_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
     def loop(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
         for step in range(snap.step, STEPS):
@@ -383,13 +389,8 @@ def with_a_batch_read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-def with_a_schedule_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for _ in range(snap.step, STEPS):
-        job.schedule.step()
-        job.backward()
-        yield
-        job.optim.step()
-        job.optim.zero_grad()
+def next_rate(job: Job) -> None:
+    job.schedule.step()
 
 
 class Unfreezing(Job):
@@ -402,18 +403,8 @@ class Unfreezing(Job):
         self.optim = torch.optim.Adam(known, lr=0.05)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
 
-
-def unfreezing_in(turn: int) -> Loop:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        assert isinstance(job, Unfreezing)
-        for step in range(snap.step, STEPS):
-            if step == turn:
-                job.optim.add_param_group({"params": [job.late.requires_grad_()]})
-            job.backward()
-            yield
-            job.step()
-
-    return loop
+    def unfreeze(self) -> None:
+        self.optim.add_param_group({"params": [self.late.requires_grad_()]})
 
 
 def with_a_functional_call(job: Job) -> None:
@@ -450,13 +441,12 @@ NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
     (looping(after=drawing_in_an_evaluation), Dropping, r"random numbers .*\(torch\)"),
     (looping(on_held_out_data, after=add_noise), Simple, r"random numbers .*\(torch\)"),
     (with_a_batch_read_ahead, Simple, r"random numbers .*\(torch\)"),
-    (with_a_schedule_at_the_top, Job, r"at the top of the loop .*lr"),
-    (unfreezing_in(1), Unfreezing, "given parameters"),
+    (looping(step=Job.update, before=next_rate), Job, r"at the top of the loop .*lr"),
+    (looping(before=Unfreezing.unfreeze, at=[1]), Unfreezing, "given parameters"),
     (looping(with_a_functional_call), Job, r"place of its parameters.*weight"),
 ]
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize(("loop", "make", "seen"), NOT_PLAIN)
 def test_a_loop_that_is_not_plain_is_told_so_in_its_first_turns_with_the_line_to_add(
     loop: Loop, make: Callable[[], Job], seen: str
@@ -473,22 +463,10 @@ def test_a_loop_that_is_not_plain_is_told_so_in_its_first_turns_with_the_line_to
     assert snap.protected_step is None
 
 
-@pytest.mark.usefixtures("arena", "compiling")
+@pytest.mark.usefixtures("compiling")
 def test_a_forward_that_the_hook_cannot_see_is_told_of_in_the_first_turn() -> None:
     with pytest.raises(ConfigError, match=r"no forward .*snap\.begin\(\)"):
         life(plain, Compiled(), None)
-
-
-def now_and_then(evaluate: Callable[[Job], None]) -> Loop:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
-            job.backward()
-            yield
-            job.step()
-            if step in (2, 3):
-                evaluate(job)
-
-    return loop
 
 
 def forward_alone(job: Job) -> None:
@@ -499,7 +477,6 @@ def drawing_alone(job: Job) -> None:
     random.random()
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize(
     ("evaluate", "seen"),
     [
@@ -512,27 +489,26 @@ def test_what_is_first_seen_later_costs_the_snapshots_of_its_steps_and_is_warned
     evaluate: Callable[[Job], None], seen: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And a restart goes on exactly, from a step before or after these."""
-    first = trial(now_and_then(evaluate), Job, stop=3)
+    loop = looping(after=evaluate, at=[2, 3])
+    first = trial(loop, Job, stop=3)
     assert first.statistics.failed == 0
     caplog.clear()
     torch.manual_seed(0)
-    _, _, snap = life(now_and_then(evaluate), Job(), 6)
+    _, _, snap = life(loop, Job(), 6)
     assert snap.statistics.failed == 2
     (said,) = [text for text in warnings_of(caplog) if BEGIN in text]
     assert "no snapshot of step 3" in said
     assert seen in said
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_step_before_which_an_optimizer_was_given_parameters_has_no_snapshot(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The loop would give them once more after a restart there."""
-    trial(unfreezing_in(3), Unfreezing, stop=4, behind=2)
+    trial(looping(before=Unfreezing.unfreeze, at=[3]), Unfreezing, stop=4, behind=2)
     assert any("given parameters" in text for text in warnings_of(caplog))
 
 
-@pytest.mark.usefixtures("arena")
 def test_what_is_not_known_to_be_of_a_step_is_never_sealed() -> None:
     """The process ends in a step that began with an evaluation; the restart goes back to the step before it."""
 
@@ -571,6 +547,15 @@ class Adversaries(Job):
     def hook(self) -> InMemorySnapshot:
         return InMemorySnapshot(list(self.parts), self.optims)
 
+    def backward(self) -> None:
+        """The discriminator first."""
+        self.turn(1)
+
+    def step(self) -> None:
+        self.optims[1].step()
+        self.turn(0)
+        self.optims[0].step()
+
     def turn(self, which: int) -> None:
         made = self.parts[0](torch.randn(6, 4))
         loss = self.parts[1](made if which == 0 else made.detach()).square().sum()
@@ -584,27 +569,13 @@ class Adversaries(Job):
         return first + super().digest()
 
 
-def discriminator_first(*, declared: bool) -> Loop:
-    def loop(snap: InMemorySnapshot, job: Any) -> Iterator[None]:
-        for _ in snap.steps(STEPS) if declared else range(snap.step, STEPS):
-            job.turn(1)
-            yield
-            job.optims[1].step()
-            job.turn(0)
-            job.optims[0].step()
-
-    return loop
-
-
-@pytest.mark.usefixtures("arena")
 def test_several_optimizers_are_refused_unless_the_loop_says_where_its_steps_begin() -> None:
     with pytest.raises(ConfigError, match=r"several optimizers.*snap\.begin\(\)"):
-        life(discriminator_first(declared=False), Adversaries(), None)
+        life(plain, Adversaries(), None)
 
 
-@pytest.mark.usefixtures("arena")
 def test_where_the_loop_says_so_optimizers_step_in_any_order() -> None:
-    assert trial(discriminator_first(declared=True), Adversaries).statistics.failed == 0
+    assert trial(counted, Adversaries).statistics.failed == 0
 
 
 def begun(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -615,20 +586,10 @@ def begun(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-def scheduled_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for step in snap.steps(STEPS):
-        if step:
-            job.schedule.step()
-        job.backward()
-        yield
-        job.optim.step()
-        job.optim.zero_grad()
-
-
+scheduled_at_the_top = looping(step=Job.update, before=next_rate, at=range(1, STEPS), declared=True)
 evaluated_in_training_mode = looping(after=lambda job: job.model(torch.randn(6, 4)), declared=True)
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [begun, counted, scheduled_at_the_top, evaluated_in_training_mode])
 def test_a_loop_that_says_where_its_steps_begin_goes_on_where_it_was(
     loop: Loop, caplog: pytest.LogCaptureFixture
@@ -637,7 +598,7 @@ def test_a_loop_that_says_where_its_steps_begin_goes_on_where_it_was(
     assert not [text for text in warnings_of(caplog) if BEGIN in text]
 
 
-@pytest.mark.usefixtures("arena", "compiling")
+@pytest.mark.usefixtures("compiling")
 def test_a_compiled_model_in_a_loop_that_says_where_its_steps_begin_is_not_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -648,7 +609,6 @@ def test_a_compiled_model_in_a_loop_that_says_where_its_steps_begin_is_not_warne
 # ------------------------------------------------------------------ exceptions
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("declared", [False, True])
 def test_an_exception_between_the_optimizer_and_the_schedule_leaves_the_step_before(
     arena: Path, declared: bool
@@ -677,21 +637,15 @@ def test_an_exception_between_the_optimizer_and_the_schedule_leaves_the_step_bef
     assert after == whole[3:]
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_forward_that_fails_before_it_is_certain_that_a_step_began_leaves_the_step_before() -> None:
     """The forward may have been an evaluation with exchanged weights."""
 
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
-            if step == 4:
-                job.swap()
-                job.model(job.held_out)
-                raise Stop
-            job.backward()
-            yield
-            job.step()
+    def fail(job: Job) -> None:
+        job.swap()
+        job.model(job.held_out)
+        raise Stop
 
     torch.manual_seed(0)
-    life(loop, Job(), None)
+    life(looping(before=fail, at=[4]), Job(), None)
     with Job().hook() as snap:
         assert snap.step == 3

@@ -28,6 +28,7 @@ from tests.unit.test_beginning import (
     in_eval_mode,
     life,
     looping,
+    next_rate,
     plain,
     trial,
 )
@@ -122,10 +123,6 @@ def test_tensors_that_come_and_go_are_named(change: Callable[[Toy], None], names
     assert named(made) == names
 
 
-def keep_it_all(adapter: Toy) -> None:
-    pass
-
-
 def move(adapter: Toy) -> None:
     for item in adapter.live:
         item.tensor.data = item.tensor.data.clone()
@@ -144,7 +141,7 @@ def put_back(adapter: Toy) -> None:
         item.tensor.copy_(kept)
 
 
-@pytest.mark.parametrize("change", [keep_it_all, move, turn_in_memory, put_back])
+@pytest.mark.parametrize("change", [lambda adapter: None, move, turn_in_memory, put_back])
 def test_what_has_the_same_bits_is_what_was_restored(change: Callable[[Toy], None]) -> None:
     for declared in (False, True):
         adapter = toy()
@@ -252,14 +249,15 @@ def refused(loop: Loop, make: Callable[[], Job] = Job) -> str:
     return str(raised.value)
 
 
-def scheduled_at_the_top(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    for step in range(snap.step, STEPS):
-        if step:
-            job.schedule.step()
-        job.backward()
-        yield
-        job.optim.step()
-        job.optim.zero_grad()
+scheduled_at_the_top = looping(step=Job.update, before=next_rate, at=range(1, STEPS))
+
+
+def goes_on(loop: Loop, make: Callable[[], Job] = Job) -> None:
+    """Stop a process; the next one begins with the step that it was in, and trains to the end."""
+    torch.manual_seed(0)
+    life(loop, make(), STOP)
+    start, digests, _ = life(loop, make(), None, seed=99)
+    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
 
 
 def loading(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -301,21 +299,17 @@ def average_buffers(job: Job) -> None:
 
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize(
-    ("initialise", "name"),
+    ("initialise", "then", "name"),
     [
-        (fill_weights, "model0.0.weight"),
-        (give_weights_other_memory, "model0.0.weight"),
-        (load_by_assignment, "model0.0.weight"),
-        (average_buffers, "model0.1.running_mean"),
+        (fill_weights, plain, "model0.0.weight"),
+        (give_weights_other_memory, plain, "model0.0.weight"),
+        (load_by_assignment, plain, "model0.0.weight"),
+        (average_buffers, plain, "model0.1.running_mean"),
+        (fill_weights, counted, "model0.0.weight"),
     ],
 )
-def test_what_is_initialised_anew_is_refused(initialise: Callable[[Job], None], name: str) -> None:
-    assert name in refused(initialising(initialise)).partition(": no longer")[0]
-
-
-@pytest.mark.usefixtures("arena")
-def test_what_is_initialised_anew_is_refused_also_where_the_loop_says_where_its_steps_begin() -> None:
-    assert refused(initialising(fill_weights, counted)).startswith("model0.0.weight: no longer")
+def test_what_is_initialised_anew_is_refused(initialise: Callable[[Job], None], then: Loop, name: str) -> None:
+    assert name in refused(initialising(initialise, then)).partition(": no longer")[0]
 
 
 def draw(job: Job) -> None:
@@ -338,12 +332,8 @@ def test_an_evaluation_before_the_first_step_is_no_change() -> None:
 def test_who_accepts_the_drift_goes_on_and_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
-    life(scheduled_at_the_top, Job(), STOP)
     monkeypatch.setenv(ENV, "accept")
-    job = Job()
-    start, digests, _ = life(scheduled_at_the_top, job, None, seed=99)
-    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
+    goes_on(scheduled_at_the_top)
     said = [record for record in caplog.records if "no longer what was restored of step 3" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "scheduler.0.last_epoch" in said[0].getMessage()
@@ -359,16 +349,7 @@ def test_any_other_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch, value
 
 @pytest.mark.usefixtures("arena")
 def test_only_the_first_step_is_compared() -> None:
-    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-        for step in range(snap.step, STEPS):
-            if step == 5:
-                fill_weights(job)
-                torch.rand(1)
-            job.backward()
-            yield
-            job.step()
-
-    trial(loop)
+    trial(looping(before=lambda job: (fill_weights(job), torch.rand(1)), at=[5]))
 
 
 # ------------------------------------------------------------------ a batch that was read before entering
@@ -400,12 +381,8 @@ def test_a_batch_that_was_read_before_entering_is_refused(declared: bool) -> Non
 
 @pytest.mark.usefixtures("arena")
 def test_who_accepts_another_batch_is_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    loop = looping(Ahead.forward, declared=True)
-    torch.manual_seed(0)
-    life(loop, Ahead(), STOP)
     monkeypatch.setenv(ENV, "accept")
-    start, digests, _ = life(loop, Ahead(), None, seed=99)
-    assert (start, len(digests)) == (STOP - 1, STEPS - STOP + 1)
+    goes_on(looping(Ahead.forward, declared=True), Ahead)
     assert sum("given another batch" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -463,11 +440,7 @@ def streaming(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 
 @pytest.mark.usefixtures("arena")
 def test_data_that_need_not_be_the_same_may_be_other_data() -> None:
-    torch.manual_seed(0)
-    life(streaming, Job(), STOP)
-    start, digests, _ = life(streaming, Job(), None, seed=99)
-    assert start == STOP - 1
-    assert digests
+    goes_on(streaming)
 
 
 class Stale(Job):
