@@ -16,6 +16,8 @@ from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.step import variables
 from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, looping, trial, warnings_of
 
+pytestmark = pytest.mark.usefixtures("arena")
+
 # ------------------------------------------------------------------ persistent workers of an evaluation
 
 
@@ -42,7 +44,6 @@ def evaluated_every(count: int, **options: Any) -> Loop:
     return loop
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 3, 4, 5])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_workers_that_an_evaluation_keeps_draw_no_second_seed_after_a_restart(stop: int, shuffle: bool) -> None:
@@ -51,7 +52,6 @@ def test_workers_that_an_evaluation_keeps_draw_no_second_seed_after_a_restart(st
     assert trial(loop, Dropping, stop).statistics.failed == 0
 
 
-@pytest.mark.usefixtures("arena")
 def test_workers_that_are_made_in_each_evaluation_draw_in_each() -> None:
     assert trial(evaluated_every(2, num_workers=1), Dropping).statistics.failed == 0
 
@@ -67,7 +67,6 @@ def evaluated_on_two(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         evaluate(job, loaders[step % 3])
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_each_of_several_loaders_draws_once(stop: int) -> None:
     assert trial(evaluated_on_two, Dropping, stop).statistics.failed == 0
@@ -81,8 +80,7 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def training_on(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    batches = endless(DataLoader(TensorDataset(job.held_out), 2, shuffle=True))
+def training_on(job: Job, snap: InMemorySnapshot, batches: Iterator[Any]) -> Iterator[None]:
     for _ in snap.steps(STEPS):
         (batch,) = next(batches)
         job.model(batch).square().sum().backward()
@@ -90,40 +88,29 @@ def training_on(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-@pytest.mark.usefixtures("arena")
 def test_an_iterator_that_training_goes_on_in_is_refused_in_the_first_turns() -> None:
     job = Job()
     with pytest.raises(ConfigError, match=r"test_script\.py:\d+ .*snap\.data"), job.hook() as snap:
-        for _ in training_on(snap, job):
-            pass
+        list(training_on(job, snap, endless(DataLoader(TensorDataset(job.held_out), 2, shuffle=True))))
     assert snap.step == 1
 
 
 def reading_up_to_its_place(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     """The loop asks for its step, and finds its place in the data by itself."""
     generator = torch.Generator().manual_seed(5)
-    batches = endless(DataLoader(TensorDataset(job.held_out), 1, shuffle=True, generator=generator))
+    batches = endless(DataLoader(TensorDataset(job.held_out), 2, shuffle=True, generator=generator))
     for _ in range(snap.step):
         next(batches)
-    for _ in snap.steps(STEPS):
-        (batch,) = next(batches)
-        job.model(batch.repeat(2, 1)).square().sum().backward()
-        yield
-        job.step()
+    yield from training_on(job, snap, batches)
 
 
 def reading_up_in_order(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     batches = endless(DataLoader(TensorDataset(job.held_out), 3))
     for _ in range(snap.step):
         next(batches)
-    for _ in snap.steps(STEPS):
-        (batch,) = next(batches)
-        job.model(batch).square().sum().backward()
-        yield
-        job.step()
+    yield from training_on(job, snap, batches)
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [reading_up_to_its_place, reading_up_in_order])
 def test_a_loop_may_find_its_place_by_itself(loop: Loop) -> None:
     assert trial(loop).statistics.failed == 0
@@ -144,14 +131,12 @@ def evaluating_on(**options: Any) -> Loop:
     return loop
 
 
-@pytest.mark.usefixtures("arena")
 def test_an_iterator_that_evaluations_go_on_in_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     life(evaluating_on(), Job(), None)
     (said,) = [text for text in warnings_of(caplog) if "evaluations read on" in text]
     assert "test_script.py:" in said and "generator=torch.Generator()" in said
 
 
-@pytest.mark.usefixtures("arena")
 def test_with_a_generator_of_its_own_it_may_go_on(caplog: pytest.LogCaptureFixture) -> None:
     trial(evaluating_on(generator=torch.Generator()), Dropping)
     assert not [text for text in warnings_of(caplog) if "evaluations read on" in text]
@@ -217,7 +202,6 @@ def noise_in_a_closure(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module, noise_in_a_closure])
 def test_generators_in_variables_go_on(loop: Loop) -> None:
     assert trial(loop).statistics.failed == 0
@@ -232,12 +216,10 @@ class Noisy(Job):
         self.model(torch.randn(6, 4, generator=self.noise)).square().sum().backward()
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_plain_loop_draws_from_them_again_before_its_first_step() -> None:
     assert trial(looping(Noisy.noisy_backward), Noisy).statistics.failed == 0
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_plain_loop_that_draws_from_them_after_its_step_is_refused_in_the_first_turns() -> None:
     with pytest.raises(ConfigError, match=r"job\.noise.*snap\.begin"):
         life(looping(after=lambda job: torch.randn(1, generator=job.noise)), Noisy(), None)
@@ -259,7 +241,6 @@ def replaying(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     yield from noise_from(snap, job, generator)
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("loop", [seeded_in_each_step, replaying])
 def test_loops_that_keep_nothing_in_their_generators_go_on(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     assert trial(loop).statistics.failed == 0
@@ -282,7 +263,6 @@ def endless_source(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
             return
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 5, 6])
 def test_an_endless_source_of_a_shuffled_loader_needs_no_promise(stop: int) -> None:
     assert trial(endless_source, Dropping, stop).statistics.failed == 0
@@ -303,7 +283,6 @@ class DrawsEagerly:
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
-@pytest.mark.usefixtures("arena")
 def test_workers_that_persist_read_and_draw_as_without_the_hook(is_eager: bool) -> None:
     job = Job()
     data = TensorDataset(job.held_out)
@@ -387,7 +366,6 @@ def said_of(
     return [text for text in warnings_of(caplog) if "in variables of the script" in text]
 
 
-@pytest.mark.usefixtures("arena")
 def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     mean, shadow = copy.deepcopy(job.model).requires_grad_(False), Average(job.model)
@@ -413,7 +391,6 @@ def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.Lo
     assert "frozen" not in said and "still" not in said and "batch" not in said and "predicted" not in said
 
 
-@pytest.mark.usefixtures("arena")
 def test_the_rate_of_a_loss_that_steps_change_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     job, smooth, fixed = Job(), torch.nn.CrossEntropyLoss(label_smoothing=0.5), torch.nn.HuberLoss(delta=0.5)
 
@@ -440,7 +417,6 @@ class OfALibrary:
         self.mean.copy_(state["mean"])
 
 
-@pytest.mark.usefixtures("arena")
 def test_an_object_of_a_library_that_has_state_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     job, average, given = Job(), OfALibrary(), OfALibrary()
     snap = InMemorySnapshot(job.model, job.optim, scheduler=job.schedule, extra={"given": given})
@@ -448,14 +424,12 @@ def test_an_object_of_a_library_that_has_state_is_named_once(caplog: pytest.LogC
     assert said.count('extra={"average": average}') == 1 and '"given"' not in said
 
 
-@pytest.mark.usefixtures("arena")
 def test_weights_of_a_sampler_that_steps_change_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     job, sampler, fixed = Job(), WeightedRandomSampler([1.0] * 6, 6), WeightedRandomSampler([1.0] * 6, 6)
     said = said_of(job.hook(), job, lambda: (sampler.weights.mul_(2), list(fixed)), caplog)
     assert "".join(said).count('"sampler"') == 1 and "fixed" not in "".join(said)
 
 
-@pytest.mark.usefixtures("arena")
 def test_what_the_user_has_named_is_not_named_again(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     mean = torch.optim.swa_utils.AveragedModel(job.model)
@@ -477,7 +451,6 @@ def test_what_the_user_has_named_is_not_named_again(caplog: pytest.LogCaptureFix
     assert said_of(snap, job, after, caplog) == []
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 5])
 def test_passes_over_sources_with_names_of_their_own_are_counted(stop: int) -> None:
     def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -491,7 +464,6 @@ def test_passes_over_sources_with_names_of_their_own_are_counted(stop: int) -> N
     assert trial(loop, stop=stop).statistics.failed == 0
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("kept", [False, True])
 def test_passes_that_nobody_has_asked_for_are_told_of_once(kept: bool, caplog: pytest.LogCaptureFixture) -> None:
     job, passes = Job(), iter(range(3))
@@ -508,7 +480,6 @@ def test_passes_that_nobody_has_asked_for_are_told_of_once(kept: bool, caplog: p
     assert len(said) == (not kept)
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_loop_over_step_numbers_may_begin_as_many_passes_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
     job = Job()
     with job.hook() as snap:
