@@ -3,13 +3,13 @@ random numbers and the same count of passes, whatever its source; or it is refus
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,12 @@ def begin_a_process(loop: Loop, restored: Snapshot | None, seed: int = 7) -> tup
     if restored is not None:
         torch.rand(11), random.random(), np.random.random()
     return hook, loop(hook)
+
+
+def whole(loop: Loop, restored: Snapshot | None = None) -> tuple[list[str], list[Snapshot]]:
+    """What a loop sees until its end, and the snapshots that it takes."""
+    hook, steps = begin_a_process(loop, restored)
+    return list(steps), hook.taken
 
 
 def check(loop: Loop, *kills: int) -> list[str]:
@@ -306,8 +312,8 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "its own generators": lambda: loader(Own(), shuffle=True),
     "chunks of the global generator": lambda: loader(sampler=Chunks()),
     "buffered": lambda: loader(Buffered(random.Random(8).randrange)),
-    "a function with a buffer": lambda: functools.partial(iter, Buffered(random.Random(8).randrange)),
-    "a generator deep inside": lambda: functools.partial(iter, nested(Buffered(random.Random(8).randrange), 5)),
+    "a function with a buffer": lambda: partial(iter, Buffered(random.Random(8).randrange)),
+    "a generator deep inside": lambda: partial(iter, nested(Buffered(random.Random(8).randrange), 5)),
     "a list": lambda: [torch.full((2,), float(i)) for i in range(6)],
     "a range": lambda: range(5),
     "a function": lambda: lambda: (torch.rand(3, generator=GENERATOR) + i for i in range(6)),
@@ -332,9 +338,8 @@ DRAWING: dict[str, Callable[[], Any]] = {
 def test_a_source_that_draws_as_the_step_does_is_exact_with_a_promise_and_refused_without(kind: str) -> None:
     check(over(DRAWING[kind], ahead=0))
     for kill, refused in ((0, False), (1, False), (5, True), (6, False), (11, True)):
-        hook, steps = begin_a_process(over(DRAWING[kind]), None)
-        expected = list(steps)
-        _, rest = begin_a_process(over(DRAWING[kind]), hook.taken[kill])
+        expected, taken = whole(over(DRAWING[kind]))
+        _, rest = begin_a_process(over(DRAWING[kind]), taken[kill])
         if refused:
             with pytest.raises(StateMismatch, match=r"'data' is not where it was: .*ahead=N"):
                 next(rest)
@@ -413,7 +418,7 @@ def test_reading_through_it_changes_nothing() -> None:
         return found
 
     for kind, make in SOURCES.items():
-        assert list(begin_a_process(over(make), None)[1]) == plainly(make), kind
+        assert whole(over(make))[0] == plainly(make), kind
 
 
 # ---------------------------------------------------------------------- loops
@@ -430,10 +435,8 @@ def test_what_a_loop_asks_the_loader_for_the_data_answers() -> None:
 
 
 def test_the_user_tells_a_distributed_sampler_the_pass() -> None:
-    def make() -> DataLoader[Any]:
-        return loader(sampler=DistributedSampler(table(), num_replicas=2, rank=1, seed=3))
-
-    check(over(make, before_pass=lambda source, epoch: source.sampler.set_epoch(epoch)))
+    sampler = partial(DistributedSampler, table(), num_replicas=2, rank=1, seed=3)
+    check(over(lambda: loader(sampler=sampler()), before_pass=lambda source, epoch: source.sampler.set_epoch(epoch)))
 
 
 def test_a_pass_that_is_left_counts_as_finished_when_the_next_begins() -> None:
@@ -459,11 +462,9 @@ def test_a_pass_that_is_left_before_its_batch_is_used_is_left_again() -> None:
                     break
                 yield f"{epoch} {train(hook, batch)}"
 
-    hook, steps = begin_a_process(loop, None)
-    expected = list(steps)
-    for snapshot in hook.taken:
-        _, rest = begin_a_process(loop, snapshot)
-        found = list(rest)
+    expected, taken = whole(loop)
+    for snapshot in taken:
+        found, _ = whole(loop, snapshot)
         assert found == expected[len(expected) - len(found) :]
 
 
@@ -483,11 +484,8 @@ class CountsItsPasses(Sampler[int]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sampler_that_counts_its_passes_goes_on_counting(workers: int) -> None:
-    def make() -> Any:
-        data = TensorDataset(torch.randn(10, 3, generator=torch.Generator().manual_seed(1)))
-        return DataLoader(data, 2, sampler=CountsItsPasses(10), num_workers=workers)
-
-    check(over(make), *([] if workers == 0 else [4, 7]))
+    make = partial(DataLoader, TensorDataset(torch.arange(10.0)), 2, num_workers=workers)
+    check(over(lambda: make(sampler=CountsItsPasses(10))), *([] if workers == 0 else [4, 7]))
 
 
 class Stages(Dataset[torch.Tensor]):
@@ -536,12 +534,10 @@ def test_a_source_that_is_read_now_and_then() -> None:
             for batch in other:
                 yield f"{epoch} {train(hook, batch)}"
 
-    hook, steps = begin_a_process(loop, None)
-    expected = list(steps)
+    expected, taken = whole(loop)
     # Only in the first loop: in the second one, `labelled` has ended, so a restarted job continues with its next pass.
     for kill in (0, 2, 5):
-        _, rest = begin_a_process(loop, hook.taken[kill])
-        assert list(rest) == expected[kill:]
+        assert whole(loop, taken[kill])[0] == expected[kill:]
 
 
 def test_several_batches_a_step() -> None:
@@ -577,23 +573,26 @@ def test_a_batch_that_is_prepared_ahead() -> None:
                 torch.rand(9)  # an evaluation
             yield train(hook, batch)
 
-    hook, steps = begin_a_process(loop, None)
-    expected = list(steps)
+    expected, taken = whole(loop)
     for kill in range(12):
-        _, rest = begin_a_process(loop, hook.taken[kill])
-        assert list(rest) == expected[kill:]
+        assert whole(loop, taken[kill])[0] == expected[kill:]
+
+
+def after_batches(count: int, **options: Any) -> Data:
+    """The data of a job that was killed after so many batches of its first pass."""
+    hook = Hook()
+    data = hook.data(loader(shuffle=True))
+    batches = iter(data)
+    for batch in itertools.islice(batches, count):
+        train(hook, batch)
+    assert data.epoch() == 0
+    held = decode(json.loads(json.dumps(encode(data.state(), "", {}))), no_tensor)
+    return Data(loader(shuffle=True), "data", held, *[lambda: None] * 2, **options)
 
 
 def test_at_the_end_of_a_pass_nothing_is_left_of_it() -> None:
     """A step of another source may begin when this one has given all its batches, but has not ended yet."""
-    hook = Hook()
-    data = hook.data(loader(shuffle=True))
-    batches = iter(data)
-    for batch in itertools.islice(batches, 6):
-        train(hook, batch)
-    assert data.epoch() == 0
-    held = decode(json.loads(json.dumps(encode(data.state(), "", {}))), no_tensor)
-    again = Data(loader(shuffle=True), "data", held, *[lambda: None] * 2)
+    again = after_batches(6)
     before = torch.get_rng_state()
     assert list(again) == []
     assert torch.equal(torch.get_rng_state(), before)
@@ -602,15 +601,8 @@ def test_at_the_end_of_a_pass_nothing_is_left_of_it() -> None:
 
 
 def test_reading_batches_again_tells_the_smp_that_the_process_lives() -> None:
-    hook = Hook()
-    data = hook.data(loader(shuffle=True))
-    batches = iter(data)
-    for batch in itertools.islice(batches, 4):
-        train(hook, batch)
-    held = decode(json.loads(json.dumps(encode(data.state(), "", {}))), no_tensor)
     beats: list[None] = []
-    again = Data(loader(shuffle=True), "data", held, *[lambda: None] * 2, heartbeat=lambda: beats.append(None))
-    assert len(list(again)) == 2
+    assert len(list(after_batches(4, heartbeat=lambda: beats.append(None)))) == 2
     assert len(beats) == 4
 
 
@@ -669,10 +661,9 @@ class TellingLoader(DataLoader[Any]):
 
 def test_a_source_that_knows_its_place_is_told_it() -> None:
     check(over(Telling))
-    hook, steps = begin_a_process(over(Telling), None)
-    list(steps)
+    _, taken = whole(over(Telling))
     told: list[int] = []
-    _, rest = begin_a_process(over(lambda: Telling(told)), hook.taken[4])
+    _, rest = begin_a_process(over(lambda: Telling(told)), taken[4])
     next(rest)
     assert told == [4]
 
@@ -684,10 +675,9 @@ def test_an_endless_iterator_that_knows_its_place_may_be_given() -> None:
                 return
             yield train(hook, batch)
 
-    hook, steps = begin_a_process(loop, None)
-    expected = list(steps)
+    expected, taken = whole(loop)
     for kill in range(14):
-        assert list(begin_a_process(loop, hook.taken[kill])[1]) == expected[kill:]
+        assert whole(loop, taken[kill])[0] == expected[kill:]
 
 
 def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exact(
@@ -707,12 +697,10 @@ def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exa
 
 def restart(first: Callable[[], Any], then: Callable[[], Any], kill: int, passes: int = PASSES, **options: Any) -> None:
     """A job over `first`, killed in step `kill`, and restarted over `then`."""
-    hook, steps = begin_a_process(over(first, passes), None)
-    expected = list(steps)
-    again, _ = begin_a_process(lambda hook: iter(()), hook.taken[kill])
-    data = again.data(then(), **options)
-    found = [train(again, batch) for batch in data]
-    assert [f"{hook.steps}" for _ in found] and found != expected
+    expected, taken = whole(over(first, passes))
+    again, _ = begin_a_process(lambda hook: iter(()), taken[kill])
+    found = [train(again, batch) for batch in again.data(then(), **options)]
+    assert found and found != expected
 
 
 @pytest.mark.parametrize("source", [iter([1, 2]), (x for x in [1]), map(str, [1]), zip([1], [2], strict=True)])
@@ -766,23 +754,19 @@ class Lazy(Augmented):
         return torch.tensor([index, self.numbers.random()])
 
 
-def test_what_hangs_on_a_count_that_nobody_restores_is_refused_by_name() -> None:
-    def make() -> Any:
-        return loader(sampler=Counting())
-
+@pytest.mark.parametrize(
+    ("make", "kills", "named"),
+    [
+        pytest.param(lambda: loader(sampler=Counting()), (6, 7, 11), r"differs? from.*state_dict", id="a count"),
+        pytest.param(lambda: loader(Lazy()), (6, 8), r"generator dataset\.numbers", id="a generator that is made late"),
+    ],
+)
+def test_what_hangs_on_what_nobody_restores_is_refused_by_name(
+    make: Callable[[], Any], kills: tuple[int, ...], named: str
+) -> None:
     check(over(make, passes=1))
-    for kill in (6, 7, 11):
-        with pytest.raises(StateMismatch, match=r"differs from.*state_dict|differ from.*state_dict"):
-            restart(make, make, kill)
-
-
-def test_a_generator_that_is_made_too_late_is_refused_by_name() -> None:
-    def make() -> Any:
-        return loader(Lazy())
-
-    check(over(make, passes=1))
-    for kill in (6, 8):
-        with pytest.raises(StateMismatch, match=r"generator dataset\.numbers"):
+    for kill in kills:
+        with pytest.raises(StateMismatch, match=named):
             restart(make, make, kill)
 
 
@@ -792,18 +776,12 @@ def draw_torch(end: int) -> int:
 
 @pytest.mark.parametrize("draw", [draw_torch, random.randrange, np.random.randint])
 def test_a_buffer_that_is_drawn_from_as_the_step_is_is_exact_or_refused(draw: Callable[[int], int]) -> None:
-    def loop(hook: Hook) -> Iterator[str]:
-        data = hook.data(loader(Buffered(draw), batch_size=3))
-        for epoch in range(data.epoch(), 2):
-            for batch in data:
-                yield f"{epoch} {train(hook, batch)}"
-
-    hook, steps = begin_a_process(loop, None)
-    expected = list(steps)
+    loop = over(lambda: loader(Buffered(draw), batch_size=3), passes=2)
+    expected, taken = whole(loop)
     refused = 0
     for kill in range(len(expected)):
         try:
-            assert list(begin_a_process(loop, hook.taken[kill])[1]) == expected[kill:]
+            assert whole(loop, taken[kill])[0] == expected[kill:]
         except StateMismatch as error:
             refused += 1
             assert "'data' is not where it was" in str(error)
@@ -836,25 +814,17 @@ def test_an_evaluation_begins_no_step() -> None:
         next(iter(data))
 
 
-def test_accelerates_loader_says_where_it_is_only_if_the_one_in_it_does() -> None:
+@pytest.mark.parametrize("stateful", [False, True])
+def test_accelerates_loader_says_where_it_is_only_if_the_one_in_it_does(stateful: bool) -> None:
+    """A stateful one goes on in every pass. It makes its first iterator, which draws, when it is prepared."""
     accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("torchdata" if stateful else "accelerate")
 
     def make() -> Any:
-        return accelerate.Accelerator(cpu=True).prepare(loader(shuffle=True))
-
-    check(over(make, passes=1))
-
-
-def test_accelerates_loader_with_a_place_of_its_own_goes_on_in_every_pass() -> None:
-    """It makes its first iterator, which draws, when it is prepared."""
-    accelerate = pytest.importorskip("accelerate")
-    pytest.importorskip("torchdata")
-
-    def make() -> Any:
-        configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+        configuration = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=stateful)
         return accelerate.Accelerator(cpu=True, dataloader_config=configuration).prepare(loader(shuffle=True))
 
-    check(over(make))
+    check(over(make, passes=PASSES if stateful else 1))
 
 
 def test_two_loops_over_one_source_are_told_apart() -> None:
@@ -908,13 +878,11 @@ def test_it_knows_how_long_it_is() -> None:
 
 def test_the_place_does_not_grow() -> None:
     """A slot's record may become twice as long; more would need new memory in the middle of a job."""
-    hook, steps = begin_a_process(over(lambda: lambda: (torch.rand(3) for _ in range(60)), passes=1), None)
-    list(steps)
-    sizes = [len(snapshot.places) for snapshot in hook.taken]
+    _, taken = whole(over(lambda: lambda: (torch.rand(3) for _ in range(60)), passes=1))
+    sizes = [len(snapshot.places) for snapshot in taken]
     assert max(sizes[1:]) < 3.3 * sizes[1]
-    hook, steps = begin_a_process(over(lambda: loader(shuffle=True)), None)
-    list(steps)
-    sizes = [len(snapshot.places) for snapshot in hook.taken]
+    _, taken = whole(over(lambda: loader(shuffle=True)))
+    sizes = [len(snapshot.places) for snapshot in taken]
     assert max(sizes[1:]) - min(sizes[1:]) < 200
 
 
@@ -937,17 +905,14 @@ def test_a_stream_that_no_restart_can_repeat_is_refused_at_its_first_batch() -> 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_that_no_worker_lives_on_is_said_at_the_start(persistent: bool, caplog: pytest.LogCaptureFixture) -> None:
-    _, steps = begin_a_process(over(lambda: loader(num_workers=1, persistent_workers=persistent), passes=2), None)
-    list(steps)
-    assert [line.levelname for line in caplog.records if "persistent_workers" in line.message] == [
-        "WARNING"
-    ] * persistent
+    whole(over(lambda: loader(num_workers=1, persistent_workers=persistent), passes=2))
+    said = [line.levelname for line in caplog.records if "persistent_workers" in line.message]
+    assert said == ["WARNING"] * persistent
 
 
 def test_what_is_read_again_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    hook, steps = begin_a_process(over(loader), None)
-    list(steps)
-    _, rest = begin_a_process(over(loader), hook.taken[9])
+    _, taken = whole(over(loader))
+    _, rest = begin_a_process(over(loader), taken[9])
     next(rest)
     assert "again of pass 1: 3" in caplog.text
