@@ -572,22 +572,21 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
 
 
 def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None:
-    lock, waits, heard = place.holdings._lock, threading.Event(), []
+    lock, waits = place.holdings._lock, threading.Event()
     pool = place.pool(SHARD)
     pool.create(20)
     _, slot, view = place.receiving.slot_for(pool, FIRST, 20)
 
-    def wait() -> None:
+    def wait() -> bool:
         with lock:
             waits.set()
-            heard.append(lock.wait(DEADLINE_S))
+            return lock.wait(DEADLINE_S)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waits.wait(DEADLINE_S)
-    place.receiving.give_back(pool, slot, view)  # needs the lock, so the thread is waiting by now
-    thread.join(DEADLINE_S)
-    assert heard == [True]
+    with ThreadPoolExecutor(1) as threads:
+        heard = threads.submit(wait)
+        assert waits.wait(DEADLINE_S)
+        place.receiving.give_back(pool, slot, view)  # needs the lock, so the thread is waiting by now
+        assert heard.result(DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- taking slots
@@ -841,21 +840,18 @@ def test_a_record_that_does_not_fit_its_parity_frees_the_slot(place: Place, chan
 
 def test_a_waiter_is_woken_by_what_is_taken_in(place: Place) -> None:
     lock = place.holdings._lock
-    waiting = threading.Event()
-    woken = threading.Event()
+    waits = threading.Event()
 
-    def wait() -> None:
+    def wait() -> bool:
         with lock:
-            waiting.set()
-            if lock.wait_for(lambda: place.holdings.holds(SHARD), 30):
-                woken.set()
+            waits.set()
+            return lock.wait_for(lambda: place.holdings.holds(SHARD), DEADLINE_S)
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert waiting.wait(DEADLINE_S)
-    place.put_shard(SHARD)
-    assert woken.wait(DEADLINE_S)
-    thread.join(DEADLINE_S)
+    with ThreadPoolExecutor(1) as threads:
+        woken = threads.submit(wait)
+        assert waits.wait(DEADLINE_S)
+        place.put_shard(SHARD)
+        assert woken.result(DEADLINE_S)
 
 
 def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:
@@ -863,15 +859,11 @@ def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:
     place.flip(SHARD, 0)
     ready = threading.Barrier(4, timeout=DEADLINE_S)
 
-    def find() -> None:
+    def find(_: int) -> None:
         ready.wait()
         for _ in range(50):
             place.holdings.damaged_units(SHARD)
 
-    threads = [threading.Thread(target=find) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(find, range(4), timeout=DEADLINE_S))
     assert place.count("units_damaged") == 1
