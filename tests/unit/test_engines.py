@@ -19,7 +19,6 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.devices import DeviceEngines, _Divided
 from holdfast.snapshot.copy.engines import SAMPLE_BYTES, TABLES, CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.tensors import DTYPES, leaf_of, read_leaf
-from holdfast.snapshot.copy.unit_digests import UnitDigests
 from tests.unit.test_tensors import bits, random_bits
 
 BEFORE = 32
@@ -364,13 +363,7 @@ class Named(CpuEngine):
         self._notes.append((self._name, "mark"))
         return self
 
-    def copy(
-        self,
-        pieces: Sequence[SlotTensor],
-        slot: memoryview,
-        pause: Callable[[int], None],
-        digests: UnitDigests | None = None,
-    ) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], *rest: Any, **more: Any) -> None:
         self.given.append(pieces)
         self._notes.append((self._name, "copy", *(p.offset for p in pieces)))
 
