@@ -22,7 +22,6 @@ from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
-from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from holdfast.snapshot.state.record import place_tensors
 from holdfast.snapshot.step import orders
@@ -255,18 +254,12 @@ class Gated(CpuEngine):
         self.go.set()
         self.read: list[int] = []
 
-    def copy(
-        self,
-        pieces: Sequence[SlotTensor],
-        slot: memoryview,
-        pause: Callable[[int], None],
-        digests: UnitDigests | None = None,
-    ) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], *rest: Any, **more: Any) -> None:
         if pieces:
             self.copying.set()
             assert self.go.wait(DEADLINE_S)
             self.read.append(len(pieces))
-        super().copy(pieces, slot, pause, digests)
+        super().copy(pieces, *rest, **more)
 
 
 class Rig:
