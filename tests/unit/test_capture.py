@@ -25,7 +25,6 @@ from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
 from holdfast.snapshot.copy.errors import GivenUp, LayoutChanged
 from holdfast.snapshot.copy.pace import Pace
 from holdfast.snapshot.copy.tensors import read_leaf
-from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.copy.witness import StateChanged
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change, LiveTensor
@@ -80,22 +79,16 @@ class Noting(CpuEngine):
         self.notes: list[tuple[list[int], bool]] = []
         self.job: SnapshotCopy | None = None
         self.on_mark: Callable[[], None] = lambda: None
-        self.before_copy: Callable[[], None] = lambda: None
-        self.after_copy: Callable[[], None] = lambda: None
+        self.before_copy: Callable[[], object] = lambda: None
+        self.after_copy: Callable[[], object] = lambda: None
 
     def mark(self) -> Transfer:
         self.on_mark()
         return self
 
-    def copy(
-        self,
-        pieces: Sequence[SlotTensor],
-        slot: memoryview,
-        pause: Callable[[int], None],
-        digests: UnitDigests | None = None,
-    ) -> None:
+    def copy(self, pieces: Sequence[SlotTensor], *rest: Any, **more: Any) -> None:
         self.before_copy()
-        super().copy(pieces, slot, pause, digests)
+        super().copy(pieces, *rest, **more)
         self.after_copy()
         self.notes.append(
             ([piece.offset for piece in pieces], self.job is not None and self.job.state >= CopyState.COPIED)
