@@ -10,6 +10,7 @@ import atexit
 import json
 import os
 import random
+import resource
 import select
 import shutil
 import signal
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
@@ -44,6 +46,7 @@ from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.resume.arrange import arrange, node_of_rank, parse_protect
 from tests.deadlines import DEADLINE_S, await_that
+from tests.scripts import completed
 from tests.smp_zygote import Forked, Zygote
 
 JOB = "testrun"
@@ -197,13 +200,11 @@ class SmpProcess:
 
     def wait_ready(self, deadline_s: float = DEADLINE_S) -> SmpProcess:
         """Block until the SMP serves. Raises the error with which it failed to start."""
-        assert self.process.stdout is not None
         self.owner = parse_report(read_line(self.process.stdout, deadline_s), self._errors.read_text())
         return self
 
     def wait_settled(self) -> SmpProcess:
         """Block until the SMP has closed its standard output, the last part of its start."""
-        assert self.process.stdout is not None
         assert read_line(self.process.stdout) == ""
         return self
 
@@ -232,11 +233,12 @@ class SmpProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def lose(self) -> None:
+    def lose(self) -> SmpProcess:
         """SIGKILL the SMP and remove its arena, as if its node had lost power. A drained one has removed it itself."""
         self.kill()
         if self.arena.exists():
             shutil.rmtree(self.arena)
+        return self
 
     def restart(self) -> SmpProcess:
         """SIGKILL the SMP and start a successor in the same arena."""
@@ -281,6 +283,13 @@ class Ground:
         """Start ``node0``, ``node1``, ... at the same time; ``rules[i]`` are the points at which node i stops."""
         started = [self.prepare(f"node{i}", job=job, rules=(rules or {}).get(i, ())).launch() for i in range(count)]
         return [smp.wait_ready() for smp in started]
+
+    def job(
+        self, sizes: Sequence[Sequence[int]], *, rules: Mapping[int, Rules] | None = None, **options: Any
+    ) -> tuple[list[SmpProcess], Run]:
+        """SMPs, and a job in its first epoch on them, as `run_on` makes it."""
+        smps = self.smps(len(sizes), rules=rules)
+        return smps, run_on(smps, sizes, **options)
 
     def prepare(self, name: str = "node0", *, job: str = JOB, rules: Rules = ()) -> SmpProcess:
         """An SMP with its own address that is not started yet."""
@@ -344,6 +353,30 @@ def launch_by_fork(command: Sequence[str], deadline_s: float, processes: object)
         text = read_all(smp.stdout, deadline_s)
         smp.wait(DEADLINE_S)
         return parse_report(text, Path(errors.name).read_text())
+
+
+@contextmanager
+def limited(what: int, limit: int, pid: int = 0) -> Iterator[None]:
+    """Set a (soft) limit of resources of a process, by default this one, for a ``with`` block."""
+    before = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, what, before)
+
+
+@contextmanager
+def mounted(path: Path, size: str) -> Iterator[None]:
+    """Mount a tmpfs of that size for a ``with`` block, or skip the test."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "holdfast-test", str(path)]
+    if os.geteuid() != 0 or completed(command).returncode != 0:
+        pytest.skip("mounting a small tmpfs takes root")
+    try:
+        yield
+    finally:
+        completed(["umount", "-l", str(path)], check=True)
 
 
 @contextmanager
@@ -414,8 +447,9 @@ def kill_smps(base: Path) -> None:
             end(psutil.Process(owner.pid))
 
 
-def read_line(stream: IO[str], deadline_s: float = DEADLINE_S) -> str:
+def read_line(stream: IO[str] | None, deadline_s: float = DEADLINE_S) -> str:
     """The next line that a process prints. Blocks; raises `DeadlineExceeded`."""
+    assert stream is not None, "its output is a pipe"
     if not select.select([stream], [], [], deadline_s)[0]:
         raise DeadlineExceeded(f"a process said nothing for {deadline_s:.0f} s")
     return stream.readline()
@@ -552,11 +586,19 @@ class Run:
         self.epoch = epoch
         ranks = [t.rank() for t in self]
         self.layout = arrange(self.job, epoch, ranks, self._protect, self._slots, run=self.identity)
-        for trainer in self:
-            trainer.client.join(epoch, None if self.identity is UNNAMED else Start(epoch, 0, run=self.identity))
-        for trainer in self:
-            trainer.client.configure(self.layout)
+        self.join(epoch, None if self.identity is UNNAMED else Start(epoch, 0, run=self.identity))
+        self.configure(self.layout)
         return self
+
+    def join(self, epoch: int, start: Start | None = None) -> None:
+        """Make every trainer enter an epoch."""
+        for trainer in self:
+            trainer.client.join(epoch, start)
+
+    def configure(self, layout: Layout) -> None:
+        """Make every node reserve what a layout needs."""
+        for trainer in self:
+            trainer.client.configure(layout)
 
     def __iter__(self) -> Iterator[Trainer]:
         return iter(self.trainers.values())
@@ -578,9 +620,13 @@ class Run:
     def take(self, step: int) -> SnapshotId:
         """Make every trainer fill a slot and seal it."""
         snapshot = self.write(step)
-        for trainer in self:
-            trainer.seal(snapshot)
+        self.seal(snapshot)
         return snapshot
+
+    def seal(self, snapshot: SnapshotId, **options: Any) -> None:
+        """Make every trainer seal the slot that it has filled."""
+        for trainer in self:
+            trainer.seal(snapshot, **options)
 
     def outcomes(self, snapshot: SnapshotId) -> set[SnapshotOutcome]:
         """The outcomes of a snapshot on all nodes."""
@@ -594,9 +640,13 @@ class Run:
         self.protected = snapshot
         return snapshot
 
+    def inventories(self) -> list[Inventory]:
+        """What every trainer's node holds."""
+        return [trainer.client.inventory() for trainer in self]
+
     def plan(self, *inventories: Inventory) -> RestorePlan:
-        """The restore plan of a restart of this job."""
-        plan = plan_restore(inventories, self.trainers)
+        """The restore plan of a restart of this job, by default from what all its nodes hold."""
+        plan = plan_restore(inventories or self.inventories(), self.trainers)
         assert plan is not None
         return plan
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from holdfast.smp_daemon.shared.paths import arena_base
 from tests.deadlines import DEADLINE_S
 from tests.proof.chaos.cluster import ClockedLauncher
 from tests.proof.chaos.network import clocks
-from tests.scripts import python
+from tests.scripts import completed, python
 
 DAY_S, HOUR_S = 86400, 3600
 
@@ -102,7 +101,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     clocks.set_clock(other, DAY_S)
     settings = os.environ | clocks.compile_shim(directory) | {clocks.ENV: str(mine)}
     began = {"wall": time.time(), "monotonic": time.monotonic()}
-    done = python(LOOK, other, env=settings, deadline_s=2 * DEADLINE_S)
+    done = python(LOOK, other, env=settings, timeout=2 * DEADLINE_S)
     first, fork, after = (json.loads(line) for line in done.stdout.splitlines())
     return {**first, "fork": fork, "after": after, "began": began}
 
@@ -144,12 +143,5 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_clock_that_is_not_there_is_named(tmp_path: Path) -> None:
     text = "import sys; from tests.proof.chaos.network import clocks; clocks.follow(sys.argv[1])"
     settings = os.environ | clocks.compile_shim(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", text, str(tmp_path / "no")],
-        env=settings,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = completed([sys.executable, "-c", text, str(tmp_path / "no")], env=settings)
     assert "FileNotFoundError" in done.stderr and str(tmp_path / "no") in done.stderr

@@ -63,7 +63,7 @@ def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
     base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
     try:
         environment = os.environ | {ARENA_ENV: str(base), "MALLOC_MMAP_THRESHOLD_": "65536"}
-        done = python(STEADY, steps, env=environment, deadline_s=5 * DEADLINE_S)
+        done = python(STEADY, steps, env=environment, timeout=5 * DEADLINE_S)
         assert not list(base.iterdir()), "the job ended well and left its arena behind"
     finally:
         for leftover in find_leftovers(base):
