@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import resource
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from holdfast.smp_daemon.storage import arena as arena_module
 from holdfast.smp_daemon.storage import pool as pool_module
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import Slot, SlotPool, SlotState
-from tests.smp_kit import just_before
+from tests.smp_kit import just_before, limited, mounted
 
 PAGE = mmap.PAGESIZE
 SMALL_TMPFS = 16 * PAGE
@@ -35,11 +34,18 @@ TAG = "0123456789abcdef"
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A separate tmpfs of `SMALL_TMPFS` bytes."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_TMPFS}", "holdfast-test", str(tmp_path)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting a small tmpfs takes root")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    with mounted(tmp_path, str(SMALL_TMPFS)):
+        yield tmp_path
+
+
+@pytest.fixture
+def arena(shm: Path) -> Arena:
+    return Arena(shm / "arena")
+
+
+@pytest.fixture
+def pool(arena: Arena) -> SlotPool:
+    return arena.shard_pool("dp0")
 
 
 def at(step: int, epoch: int = 1) -> SnapshotId:
@@ -123,17 +129,15 @@ def test_a_directory_of_other_software_is_refused_and_left_as_it_is(shm: Path, n
     assert (shm / "arena" / name).read_text() == "precious"
 
 
-def test_what_lies_in_an_arena_keeps_no_successor_away(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_what_lies_in_an_arena_keeps_no_successor_away(arena: Arena) -> None:
     (arena.path / "node.json").write_text("")
     (arena.path / "core.4711").write_text("")
     assert crash(arena).path == arena.path
 
 
 def test_a_trainer_that_takes_a_slot_meanwhile_keeps_no_successor_away(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = Arena(shm / "job")
     arena.shard_pool("dp0").create(20)
     arena.own(1)
     arena.directory.close()
@@ -165,8 +169,7 @@ def test_destroy_leaves_nothing(shm: Path) -> None:
 # ---------------------------------------------------------------------- reserving
 
 
-def test_reserving_makes_slots_whose_memory_is_there(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_reserving_makes_slots_whose_memory_is_there(arena: Arena) -> None:
     shard, parity = arena.shard_pool("dp0.x"), arena.parity_pool(TAG, 1)
     arena.reserve({shard: (3 * PAGE + 1, 2), parity: (PAGE, 3)})
     made = [f"dp0.x.{i}.safetensors" for i in range(2)] + [f"{TAG}-1.{i}.parity" for i in range(3)]
@@ -179,9 +182,7 @@ def test_reserving_makes_slots_whose_memory_is_there(shm: Path) -> None:
             assert bytes(pool.view(slot)) == bytes(length)
 
 
-def test_reserving_again_makes_only_what_is_missing(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
+def test_reserving_again_makes_only_what_is_missing(arena: Arena, pool: SlotPool) -> None:
     arena.reserve({pool: (PAGE, 2)})
     hold(pool, 1)
     before = {slot.index: pool.path(slot).stat().st_ino for slot in pool.slots}
@@ -191,8 +192,7 @@ def test_reserving_again_makes_only_what_is_missing(shm: Path) -> None:
     assert {index: after[index] for index in before} == before
 
 
-def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(arena: Arena) -> None:
     pool, unwanted = arena.shard_pool("dp0"), arena.shard_pool("dp1")
     arena.reserve({pool: (PAGE, 3), unwanted: (PAGE, 2)})
     held, writing = hold(pool, 1), pool.assign(at(2), PAGE)
@@ -210,8 +210,7 @@ def test_reserving_another_length_drops_free_slots_and_keeps_held_ones(shm: Path
     assert len([name for name in files(arena) if name.endswith(".safetensors")]) == 5
 
 
-def test_a_pool_that_needs_nothing_gets_nothing(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_a_pool_that_needs_nothing_gets_nothing(arena: Arena) -> None:
     arena.reserve({arena.parity_pool(TAG, 0): (0, 3), arena.shard_pool("dp0"): (PAGE, 0)})
     assert files(arena) == []
 
@@ -222,8 +221,7 @@ def only(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(System, "statvfs", staticmethod(lambda path: status))
 
 
-def test_without_room_for_all_nothing_is_made(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(shm / "arena")
+def test_without_room_for_all_nothing_is_made(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {arena.shard_pool("dp0"): (2 * PAGE, 2), arena.parity_pool(TAG, 0): (PAGE, 1)}
     only(monkeypatch, 4 * PAGE)
     with pytest.raises(ArenaTooSmall):
@@ -236,9 +234,8 @@ def test_without_room_for_all_nothing_is_made(shm: Path, monkeypatch: pytest.Mon
 
 
 def test_an_arena_that_is_too_small_says_the_need_the_room_and_the_fix(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = Arena(shm / "arena")
     only(monkeypatch, 3 * PAGE)
     with pytest.raises(ArenaTooSmall) as raised:
         arena.reserve({arena.shard_pool("dp0"): (1000 * PAGE, 2)})
@@ -249,9 +246,9 @@ def test_an_arena_that_is_too_small_says_the_need_the_room_and_the_fix(
         assert fix in message
 
 
-def test_slots_that_are_there_already_need_no_room(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
+def test_slots_that_are_there_already_need_no_room(
+    arena: Arena, pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arena.reserve({pool: (PAGE, 2)})
     only(monkeypatch, 0)
     arena.reserve({pool: (PAGE, 2)})
@@ -285,10 +282,9 @@ def test_a_file_system_that_fills_up_meanwhile_gets_all_its_room_back(
     arena.reserve({pool: (PAGE, 2), arena.parity_pool(TAG, 0): (5 * PAGE, 2)})
 
 
-def test_a_slot_that_cannot_be_mapped_takes_back_the_others(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
-
+def test_a_slot_that_cannot_be_mapped_takes_back_the_others(
+    arena: Arena, pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, *arguments: object) -> Any:
         raise OSError(errno.ENOMEM, "no")
 
@@ -318,22 +314,15 @@ def test_on_a_full_file_system_a_board_is_refused_and_nothing_is_killed(small_tm
     assert board.succeeded(2).epoch == 2
 
 
-def test_a_file_longer_than_this_process_may_write_names_the_limit(shm: Path) -> None:
-    arena = Arena(shm / "job")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, before[1]))
-    try:
-        with pytest.raises(ArenaTooSmall, match="ulimit -f"):
-            arena.shard_pool("dp0").create(2 * PAGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def test_a_file_longer_than_this_process_may_write_names_the_limit(arena: Arena) -> None:
+    with limited(resource.RLIMIT_FSIZE, PAGE), pytest.raises(ArenaTooSmall, match="ulimit -f"):
+        arena.shard_pool("dp0").create(2 * PAGE)
     assert files(arena) == []
 
 
-def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
-
+def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(
+    arena: Arena, pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EINTR, "interrupted")
 
@@ -346,8 +335,7 @@ def test_another_failure_to_reserve_is_not_taken_for_a_lack_of_room(shm: Path, m
 # ---------------------------------------------------------------------- adoption
 
 
-def test_a_successor_finds_exactly_the_committed_slots(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_a_successor_finds_exactly_the_committed_slots(arena: Arena) -> None:
     shard, parity = arena.shard_pool("pp0-dp1.x"), arena.parity_pool(TAG, 11)
     arena.reserve({shard: (2 * PAGE, 3), parity: (PAGE, 2)})
     hold(shard, 5, 2 * PAGE)
@@ -362,10 +350,8 @@ def test_a_successor_finds_exactly_the_committed_slots(shm: Path) -> None:
 
 
 def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, pool: SlotPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
     arena.reserve({pool: (PAGE, 1)})
 
     def die(*arguments: object) -> None:
@@ -380,17 +366,13 @@ def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
     assert hold(successor.shard_pool("dp0"), 2).index == 0
 
 
-def test_a_crash_while_a_commit_record_is_written_leaves_the_slot_free(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
+def test_a_crash_while_a_commit_record_is_written_leaves_the_slot_free(arena: Arena, pool: SlotPool) -> None:
     arena.reserve({pool: (PAGE, 1)})
     pool.record_path(pool.slots[0]).with_suffix(".json.part").write_text('{"step":')
     assert list(crash(arena).adopt()) == []
 
 
-def test_a_commit_record_that_cannot_be_read_counts_as_none(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
+def test_a_commit_record_that_cannot_be_read_counts_as_none(arena: Arena, pool: SlotPool) -> None:
     arena.reserve({pool: (PAGE, 2)})
     pool.record_path(hold(pool, 1)).write_text("{")
     hold(pool, 2)
@@ -399,8 +381,7 @@ def test_a_commit_record_that_cannot_be_read_counts_as_none(shm: Path) -> None:
     assert len(successor.shard_pool("dp0").slots) == 2
 
 
-def test_parities_of_several_groups_are_told_apart(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_parities_of_several_groups_are_told_apart(arena: Arena) -> None:
     for tag in (TAG, TAG[::-1]):
         pool = arena.parity_pool(tag, 1)
         pool.create(PAGE)
@@ -412,8 +393,7 @@ def test_parities_of_several_groups_are_told_apart(shm: Path) -> None:
     assert pools == [successor.parity_pool(tag, 1) for tag in sorted((TAG, TAG[::-1]))]
 
 
-def test_adopted_slots_are_not_reserved_again(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_adopted_slots_are_not_reserved_again(arena: Arena) -> None:
     arena.reserve({arena.shard_pool("dp0"): (PAGE, 2)})
     hold(arena.shard_pool("dp0"), 1)
     before = files(arena)
@@ -423,8 +403,7 @@ def test_adopted_slots_are_not_reserved_again(shm: Path) -> None:
     assert files(successor) == before
 
 
-def test_a_successor_knows_the_layouts(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_a_successor_knows_the_layouts(arena: Arena) -> None:
     arena.layouts.add(layout(1))
     arena.layouts.add(layout(12))
     arena.layouts.add(layout(12, revision=3))
@@ -439,9 +418,7 @@ def test_a_successor_knows_the_layouts(shm: Path) -> None:
 # ---------------------------------------------------------------------- fencing
 
 
-def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
+def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(arena: Arena, pool: SlotPool) -> None:
     arena.reserve({pool: (PAGE, 1)})
     slot = pool.assign(at(1), PAGE)
     fd = os.open(pool.path(slot), os.O_RDWR)
@@ -457,8 +434,7 @@ def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(shm: Path) -> N
     assert bytes(pool.view(hold(pool, 2))) == b"\2" * PAGE
 
 
-def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_a_fence_leaves_sealed_and_free_slots_as_they_are(arena: Arena) -> None:
     pool, parity = arena.shard_pool("dp0"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (PAGE, 3), parity: (PAGE, 1)})
     hold(pool, 1)
@@ -471,20 +447,14 @@ def test_a_fence_leaves_sealed_and_free_slots_as_they_are(shm: Path) -> None:
     assert [record for _, _, record in crash(arena).adopt()] == [{"snapshot": [1, 1]}]
 
 
-def test_a_view_is_of_its_slot_until_the_slot_is_taken_away(shm: Path) -> None:
-    arena = Arena(shm / "arena")
-    pool = arena.shard_pool("dp0")
+def test_a_view_is_of_its_slot_until_the_slot_is_taken_away(arena: Arena, pool: SlotPool) -> None:
     arena.reserve({pool: (PAGE, 3)})
     first, second, third = pool.slots
     views = [pool.view(slot) for slot in pool.slots]
     assert pool.is_at(first, views[0]) and pool.is_at(first, views[0][8:16])
     assert not pool.is_at(first, views[1])
     pool.remove(second)
-    assert [pool.is_at(slot, view) for slot, view in zip((first, second, third), views, strict=True)] == [
-        True,
-        False,
-        True,
-    ]
+    assert list(map(pool.is_at, (first, second, third), views)) == [True, False, True]
 
 
 def test_a_slot_that_a_fence_takes_away_is_made_again_once_there_is_room(small_tmpfs: Path) -> None:
@@ -504,8 +474,7 @@ def test_a_slot_that_a_fence_takes_away_is_made_again_once_there_is_room(small_t
 # ---------------------------------------------------------------------- releasing
 
 
-def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_release_frees_what_is_old_and_keeps_what_must_be_kept(arena: Arena) -> None:
     pool, parity = arena.shard_pool("dp0"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (PAGE, 5), parity: (PAGE, 2)})
     for step in (1, 2, 3, 4):
@@ -521,8 +490,7 @@ def test_release_frees_what_is_old_and_keeps_what_must_be_kept(shm: Path) -> Non
     assert kept == {("dp0", 2), ("dp0", 4), (f"{TAG}-0", 2)}
 
 
-def test_release_deletes_slots_that_nobody_reserved(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_release_deletes_slots_that_nobody_reserved(arena: Arena) -> None:
     pool, unwanted = arena.shard_pool("dp0"), arena.shard_pool("dp1")
     arena.reserve({pool: (PAGE, 2), unwanted: (PAGE, 1)})
     hold(pool, 1)
@@ -544,9 +512,8 @@ def test_release_deletes_slots_that_nobody_reserved(shm: Path) -> None:
     ],
 )
 def test_layouts_stay_while_a_kept_snapshot_or_the_present_needs_them(
-    shm: Path, keep: list[tuple[int, int]], left: list[tuple[int, int]]
+    arena: Arena, keep: list[tuple[int, int]], left: list[tuple[int, int]]
 ) -> None:
-    arena = Arena(shm / "arena")
     for epoch, revision in ((1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1)):
         arena.layouts.add(layout(epoch, revision))
     arena.release([SnapshotId(*each) for each in keep], before=at(1, epoch=3))
@@ -557,8 +524,7 @@ def test_layouts_stay_while_a_kept_snapshot_or_the_present_needs_them(
 # ---------------------------------------------------------------------- making room
 
 
-def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(arena: Arena) -> None:
     pool, other, parity = arena.shard_pool("dp0"), arena.shard_pool("dp1"), arena.parity_pool(TAG, 0)
     arena.reserve({pool: (8 * PAGE, 2), other: (3 * PAGE, 3), parity: (PAGE, 3)})
     hold(other, 1, 3 * PAGE)
@@ -576,8 +542,7 @@ def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(shm: Path) 
     )
 
 
-def test_of_slots_that_are_in_use_no_room_is_made(shm: Path) -> None:
-    arena = Arena(shm / "arena")
+def test_of_slots_that_are_in_use_no_room_is_made(arena: Arena) -> None:
     pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
     arena.reserve({other: (PAGE, 3)})
     hold(other, 1)
@@ -601,12 +566,10 @@ def test_memory_that_room_was_made_of_serves_another_pool(small_tmpfs: Path) -> 
 
 @pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always [never] advise"])
 def test_a_slot_is_whole_whatever_pages_the_kernel_gives(
-    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+    arena: Arena, pool: SlotPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     (tmp_path / "setting").write_text(setting)
     monkeypatch.setattr(pool_module, "SHMEM_HUGE", tmp_path / "setting")
-    arena = Arena(shm / "job")
-    pool = arena.shard_pool("dp0")
     arena.reserve({pool: (5 * PAGE + 3, 2)})
     for slot in pool.slots:
         status = pool.path(slot).stat()
@@ -629,19 +592,14 @@ def test_a_full_file_system_is_refused_though_huge_pages_were_asked_for(
     assert not list((small_tmpfs / "job").glob("*.safetensors"))
 
 
-def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committed_later(shm: Path) -> None:
-    arena = Arena(shm / "job")
-    pool = arena.shard_pool("dp0")
+def test_a_slot_whose_record_cannot_be_written_does_not_count_and_may_be_committed_later(
+    arena: Arena, pool: SlotPool
+) -> None:
     pool.create(PAGE)
     slot = pool.assign(at(1), PAGE)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(ArenaTooSmall, match="cannot be written"):
-            pool.commit(slot, encode_digested({"step": 1}))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with limited(resource.RLIMIT_FSIZE, 0), pytest.raises(ArenaTooSmall, match="cannot be written"):
+        pool.commit(slot, encode_digested({"step": 1}))
     assert slot.state is SlotState.RECEIVING
-    assert not list((shm / "job").glob("*.part"))
+    assert not list(arena.path.glob("*.part"))
     pool.commit(slot, encode_digested({"step": 1}))
     assert pool.find(at(1), SlotState.SEALED) is slot and pool.record_path(slot).exists()
