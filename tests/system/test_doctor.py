@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, examine
 from holdfast.doctor import MARKS, chosen, mount_of, network_cards, numa_memory, secrets_of, why_not_bound
 from holdfast.smp_daemon.shared.memory import cgroup_memory
 from tests.access_kit import Authority, needs_openssl
+from tests.scripts import completed
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -68,28 +68,13 @@ DISK = Mount(Path("/"), "ext4", frozenset({"rw"}))
 def doctor(*, env: dict[str, str] | None = None, before: str = "pass") -> tuple[int, dict[str, dict[str, Any]], str]:
     """Run the command in a process that has executed `before`. Returns its status, its findings, and what it showed."""
     code = f"{before}\nimport sys\nfrom holdfast.cli.main import main\nsys.exit(main(['doctor', '--json', '-']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-    )
+    done = completed([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **(env or {})})
     assert done.stdout, done.stderr
     return done.returncode, {each["check"]: each for each in json.loads(done.stdout)}, done.stderr
 
 
 def test_the_command_reports_on_this_machine() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli", "doctor", "--json", "-"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-    )
+    done = completed([sys.executable, "-m", "holdfast.cli", "doctor", "--json", "-"], cwd=ROOT)
     findings = json.loads(done.stdout)
     assert [finding["check"] for finding in findings] == [finding.check for finding in examine(GOOD)]
     assert done.returncode == (not all(finding["ok"] for finding in findings))
@@ -297,7 +282,7 @@ def test_certificates_are_tried_as_other_nodes_do(tmp_path: Path) -> None:
 def test_certificates_made_as_the_page_says_are_good(tmp_path: Path) -> None:
     (block,) = (part for part in (ROOT / "SECURITY.md").read_text().split("```") if "openssl x509" in part)
     script = re.sub(r"^\$ ", "", block.removeprefix("console"), flags=re.MULTILINE) + "env"
-    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = completed(["bash", "-ec", script], cwd=tmp_path, check=True)
     found = secrets_of(dict(line.partition("=")[::2] for line in done.stdout.splitlines()))
     assert found.refused == "" and found.expires_s is not None and found.expires_s > 300 * 86400
     assert (tmp_path / "node7.key").stat().st_mode & 0o077 == 0
