@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from holdfast.cli.main import make_parser
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.settings import VARIABLES
 from holdfast.snapshot.options import OptionsGiven
-from tests.scripts import python
+from tests.scripts import completed, python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -201,7 +200,7 @@ def is_ours(name: str) -> bool:
 
 
 def test_make_lists_every_target() -> None:
-    done = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = completed(["make", "-s"], cwd=ROOT, check=True)
     listed = [line.split() for line in done.stdout.splitlines()]
     assert {words[1] for words in listed} == targets()
     assert all(len(words) > 2 for words in listed)
@@ -243,7 +242,7 @@ def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch:
     def run(job: str, stop: int) -> tuple[int, str]:
         environment = os.environ | {"HOLDFAST_JOB": job, "STOP": str(stop)}
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = completed(command, env=environment)
         return done.returncode, done.stdout or done.stderr
 
     alone = run("alone", 0)
@@ -259,7 +258,7 @@ def test_the_example_of_the_readme_resumes_bit_for_bit(arena: Path, monkeypatch:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = completed(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for page in (ROOT / "docs").glob("*.md"):
         assert (tmp_path / "site" / f"{page.stem}.html").is_file()
