@@ -11,7 +11,6 @@ import mmap
 import random
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from holdfast.ec import Codec, choose_codec
 from holdfast.ec.backends import TABLE_BYTES, IsalKernel, load
 from holdfast.ec.codec import Buffer, Kernel, as_array
 from holdfast.ec.matrix import Matrix
-from tests.deadlines import DEADLINE_S
+from tests.scripts import completed
 
 ROOT = Path(__file__).parents[2]
 
@@ -251,7 +250,7 @@ class Walk:
 
 def walked(loop: str, variant: str = "") -> Walk:
     command = [sys.executable, "-m", "tests.system.test_ec_guard", loop, variant]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    run = completed(command, cwd=ROOT)
     return Walk(run.returncode, run.stdout.splitlines(), run.stderr)
 
 
