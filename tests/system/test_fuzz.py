@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scripts import completed
 from tools.fuzz.campaign import CORPUS, Found, kept, limited, one, run
 from tools.fuzz.mutation import mutate
 from tools.fuzz.targets import Target, targets, try_one
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def test_twenty_thousand_inputs_crash_and_hang_nothing() -> None:
     """In a separate process, whose memory is limited."""
     command = [sys.executable, "-m", "tools.fuzz", "--inputs", str(INPUTS), "--shards", "1", "--seed", SEED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = completed(command, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
