@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
@@ -29,6 +28,7 @@ from holdfast.smp_daemon.shared.records import (
 )
 from holdfast.smp_daemon.shared.sources import Sources
 from tests.sampling import costly
+from tests.scripts import completed
 from tests.strategies import (
     addresses,
     json_values,
@@ -263,5 +263,5 @@ for _ in range(300):
 
 def test_threads_may_read_a_class_at_once_the_first_time() -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", THREADS_READ_A_CLASS_FOR_THE_FIRST_TIME]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = completed(command)
     assert done.returncode == 0, done.stderr
