@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from holdfast.snapshot.resume.blocks import BLOCK, check_block, check_order, des
 from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.resume.elastic import OtherWorld
 from holdfast.snapshot.state.record import LOOP
+from tests.scripts import completed
 
 SWEEP = """
 import hashlib, os, signal, sys
@@ -54,9 +54,7 @@ for block, rate in enumerate((0.1, 0.01, 0.001), 1):
 
 
 def sweep(first: int = 1, kill: str = "") -> tuple[int, list[str], str]:
-    done = subprocess.run(
-        [sys.executable, "-c", SWEEP, str(first), kill], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = completed([sys.executable, "-c", SWEEP, str(first), kill])
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
