@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import DEADLINE_S
+from tests.scripts import completed
 
 SAID, SILENT = 76, 77
 
@@ -70,7 +71,7 @@ def test_something_is_said_before_what_takes_long(words: list[str], tmp_path: Pa
 
 def test_the_package_is_run_as_the_command_is() -> None:
     command = [sys.executable, "-m", "holdfast", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = completed(command)
     assert (done.returncode, done.stdout.split()[0]) == (0, "holdfast"), done.stderr
 
 
