@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
+from tests.scripts import completed
 
 Loop = Callable[[InMemorySnapshot], Iterator[torch.Tensor]]
 
@@ -161,7 +161,7 @@ def test_a_rank_that_leaves_early_keeps_the_snapshots_of_all(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
 
     def run(leaves: int) -> list[str]:
-        done = subprocess.run([*launch, str(leaves)], capture_output=True, text=True, timeout=180, check=False)
+        done = completed([*launch, str(leaves)], timeout=180)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout.splitlines()
 
@@ -193,9 +193,7 @@ with InMemorySnapshot(model, optim) as snap:
 
 def test_a_job_that_is_asked_to_stop_and_breaks_goes_on_when_it_is_queued_again(arena: Path) -> None:
     def start() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", PREEMPTED], capture_output=True, text=True, timeout=120, check=True
-        ).stdout.strip()
+        return completed([sys.executable, "-c", PREEMPTED], check=True).stdout.strip()
 
     assert [start(), start()] == ["0", "4"]
     assert not (arena / "test").exists()
