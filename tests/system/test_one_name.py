@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import completed
+
 JOB = """
 import os, signal, sys, torch
 import chaos, ec, integrations, smp_daemon, snapshot, tests
@@ -42,9 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    return completed([sys.executable, *command], cwd=folder)
 
 
 @pytest.mark.needs("torch")
