@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.processes import ran_s, start_ticks
 from holdfast.smp_daemon.shared.spawn import running_owner
-from tests.deadlines import DEADLINE_S
+from tests.scripts import completed
 from tests.smp_kit import Ground
 
 AHEAD_S = 5
@@ -32,9 +32,7 @@ def after_a_step(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     inside = ["sh", "-c", AFTER_A_STEP.format(stat=stat, command=command)]
     own = [] if os.getuid() == 0 else ["--map-root-user"]
     try:
-        done = subprocess.run(
-            ["unshare", *own, "--mount", *inside], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
+        done = completed(["unshare", *own, "--mount", *inside])
     except FileNotFoundError:
         pytest.skip("there is no unshare here")
     if re.search("unshare: |mount: ", done.stderr):
