@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from holdfast.chaos.launcher import Launcher
 from holdfast.cli.demo import _kills
 from holdfast.cli.main import main, make_parser
 from tests.sampling import chosen
+from tests.scripts import completed
 
 KILLS = (Kill("trainer", (1,), 3), Kill("node", (2,), 5))
 PLAN = DemoPlan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=KILLS)
@@ -107,12 +107,9 @@ def test_a_missing_step_or_state_is_found(undisturbed: History, disturbed: Histo
 
 @pytest.mark.cluster
 def test_the_command_prints_an_account_and_writes_json() -> None:
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-m", "holdfast.cli", "demo", "--ranks", "1", "--steps", "5", "--json", "-"],
-        capture_output=True,
-        text=True,
         timeout=200,
-        check=False,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
