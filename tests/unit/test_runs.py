@@ -12,7 +12,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 
 from holdfast.ec.codec import as_array
 from holdfast.snapshot.copy import runs
-from tests.deadlines import DEADLINE_S
+from tests.scripts import completed
 from tests.system.test_ec_guard import FILL, PAGE, ROOT, Enclosure, address
 
 BLOCK = 4 * PAGE
@@ -213,7 +212,7 @@ def main(copier: str) -> None:
 def walked(copier: str) -> tuple[int, str, str]:
     """Exit status, last step and errors of a walk."""
     command = [sys.executable, "-m", "tests.unit.test_runs", copier]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    ended = completed(command, cwd=ROOT)
     return ended.returncode, (ended.stdout.splitlines() or [""])[-1], ended.stderr
 
 
