@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect, receive_reply
 from holdfast.smp_daemon.storage.receiving import buffers_for
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, limited, playground, run_on
 from tests.system.attacks.victim import ask_control, frame, tell
 
 SOON_S = 0.05
@@ -473,17 +473,10 @@ def replies(heard: bytes) -> list[Message]:
 
 def serves(smp: SmpProcess) -> bool:
     """Whether an SMP answers on every one of its sockets."""
-    client = SmpClient(smp.arena, smp.job)
-    stream = connect(smp.bulk)
-    peers = PeerClient(smp.job)
-    try:
-        with pytest.raises(ProtocolError, match="message that is answered"):
+    with closing(SmpClient(smp.arena, smp.job)) as client, closing(connect(smp.bulk)) as stream:
+        with PeerClient(smp.job) as peers, pytest.raises(ProtocolError, match="message that is answered"):
+            answers = {client.inventory().node, peers.ping(smp.control, CALL_DEADLINE_S).node}
             call(stream, {"op": "?", "job": smp.job, "snapshot": [0, 0]})
-        answers = {client.inventory().node, peers.ping(smp.control, CALL_DEADLINE_S).node}
-    finally:
-        client.close()
-        stream.close()
-        peers.close()
     return answers == {smp.name} and smp.process.poll() is None
 
 
@@ -603,15 +596,11 @@ class TestAnSmpIsToldNonsense:
         smp.launch().wait_ready().wait_settled()
         client = smp.client()
         open_files = len(list(Path(f"/proc/{smp.process.pid}/fd").iterdir()))
-        before = resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE, (open_files, before[1]))
-        with (
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting,
-            closing(connect(smp.bulk, DEADLINE_S)) as peer,
-        ):
-            waiting.connect(str(local_of(smp)))
-            assert client.inventory().node == smp.name
-            resource.prlimit(smp.process.pid, resource.RLIMIT_NOFILE, before)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting, ExitStack() as stack:
+            with limited(resource.RLIMIT_NOFILE, open_files, smp.process.pid):
+                peer = stack.enter_context(closing(connect(smp.bulk, DEADLINE_S)))
+                waiting.connect(str(local_of(smp)))
+                assert client.inventory().node == smp.name
             waiting.settimeout(DEADLINE_S)
             waiting.sendall(said({"op": "inventory"}))
             assert waiting.recv(4) == MAGIC
@@ -622,15 +611,7 @@ class TestAnSmpIsToldNonsense:
 
 OPERATIONS = [
     *("hello", "inventory", "join", "configure", "seal", "recover", "repair_parity", "counters"),
-    *(
-        "scrub",
-        "accumulate",
-        "shard",
-        "fetch",
-        "ping",
-        "parity_done",
-        "status",
-    ),
+    *("scrub", "accumulate", "shard", "fetch", "ping", "parity_done", "status"),
     *("regroup", "enlist", "adopt", "encode", "release"),
 ]
 """All but ``finish`` and ``drain``, which would be obeyed, and ``await``, which may take an hour."""
@@ -706,7 +687,7 @@ class Protected:
         self.run = run_on(self.smps, [[3000], [3000]])
         self.snapshot = self.run.protect(1)
         self.client = self.smps[0].client()
-        plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
+        plan = self.run.plan()
         layout = to_plain(self.run.layout)
         both = {"job": self.run.job, "snapshot": self.snapshot, "tag": self.run.layout.tag(0)}
         unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
@@ -761,10 +742,6 @@ def plan_unit(trainer: Trainer, run: Run) -> int:
     return min(run.layout.unit_bytes, trainer.form.total_bytes)
 
 
-def changed(layout: Message, **changes: Any) -> Message:
-    return {**layout, **changes}
-
-
 @pytest.fixture(scope="module")
 def protected() -> Iterator[Protected]:
     with playground() as ground:
@@ -815,19 +792,19 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         layout: Message = protected.messages["adopt"]["layout"]
         before = protected.client.inventory().layouts
         for op in ("adopt", "release"):
-            assert "not for step 1" in protected.refused(op, layout=changed(layout, epoch=2, revision=1))
-            assert "not for step 1" in protected.refused(op, layout=changed(layout, job="otherun", revision=1))
-            elsewhere = [changed(node, name=f"other{i}") for i, node in enumerate(layout["nodes"])]
-            assert "'node0' is not part" in protected.refused(op, layout=changed(layout, nodes=elsewhere, revision=1))
+            assert "not for step 1" in protected.refused(op, layout=dict(layout, epoch=2, revision=1))
+            assert "not for step 1" in protected.refused(op, layout=dict(layout, job="otherun", revision=1))
+            elsewhere = [dict(node, name=f"other{i}") for i, node in enumerate(layout["nodes"])]
+            assert "'node0' is not part" in protected.refused(op, layout=dict(layout, nodes=elsewhere, revision=1))
         assert protected.client.inventory().layouts == before
 
     def test_parity_is_not_dropped_for_groups_that_were_not_adopted(self, protected: Protected) -> None:
         layout: Message = protected.messages["release"]["layout"]
-        nodes = [changed(node, shards=[]) for node in layout["nodes"]]
+        nodes = [dict(node, shards=[]) for node in layout["nodes"]]
         for other in (
-            changed(layout, groups=[[0], [1]]),
-            changed(layout, parity=0, revision=1),
-            changed(layout, nodes=nodes, revision=7),
+            dict(layout, groups=[[0], [1]]),
+            dict(layout, parity=0, revision=1),
+            dict(layout, nodes=nodes, revision=7),
         ):
             assert "no such layout" in protected.refused("release", layout=other)
         assert (protected.snapshot, protected.run.layout.tag(0), 0) in protected.client.inventory().parities
@@ -869,8 +846,7 @@ class TestAnSmpIsToldWhatIsAlmostRight:
         assert "error" not in protected.say({"op": "accumulate", **protected.messages["accumulate"]})
 
     def test_a_unit_for_a_group_that_has_no_parity_is_refused(self, ground: Ground) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[3000]])
+        [smp], run = ground.job([[3000]])
         snapshot = run.write(1)
         message = {"op": "accumulate", "job": run.job, "epoch": 1, "snapshot": snapshot, "tag": run.layout.tag(0)}
         stream = connect(smp.bulk)
