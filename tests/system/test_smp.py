@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION, RELEASE, spoken
 from tests.deadlines import DEADLINE_S, await_that
+from tests.scripts import started
 from tests.smp_kit import (
     JOB,
     PROTECTED,
@@ -51,7 +53,9 @@ from tests.smp_kit import (
     SmpProcess,
     Trainer,
     flip_a_byte,
+    limited,
     memory_of,
+    mounted,
     parities_by_xor,
     parity_file,
     parity_units,
@@ -117,15 +121,12 @@ class TestASealedSnapshotIsProtected:
                 assert shard_file(smp, snapshot, shard.coord).read_bytes() == bytes_of(run, shard.coord, snapshot)
 
     def test_the_inventory_lists_what_a_node_holds(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[100], [100]])
+        _, run = ground.job([[100], [100]])
         first = run.protect(1)
         second = run.protect(2)
-        held = [run[coord].client.inventory() for coord in ("dp0", "dp1")]
+        held = run.inventories()
         assert [inventory.node for inventory in held] == ["node0", "node1"]
-        assert [inventory.shards for inventory in held] == [
-            {(first, coord), (second, coord)} for coord in ("dp0", "dp1")
-        ]
+        assert [inventory.shards for inventory in held] == [{(first, c), (second, c)} for c in ("dp0", "dp1")]
         tag = run.layout.tag(0)
         assert [inventory.parities for inventory in held] == [{(first, tag, p), (second, tag, p)} for p in (0, 1)]
         assert all(inventory.layouts == {(1, 0): run.layout} and inventory.protected == first for inventory in held)
@@ -141,8 +142,7 @@ class TestASealedSnapshotIsProtected:
         assert clients[1].inventory().trainers == 3
 
     def test_without_parity_a_node_protects_itself_only(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[100], [100]], protect="none")
+        smps, run = ground.job([[100], [100]], protect="none")
         run["dp0"].take(run.snapshot(1))
         assert run["dp0"].outcome(run.snapshot(1)) is PROTECTED
         assert not list(smps[0].arena.glob("*.parity"))
@@ -200,9 +200,7 @@ class TestWhatIsNotASnapshotIsRefused:
         trainer = Trainer(lone, "dp0")
         run = Run([trainer], slots=2).start(trainer.client.inventory().epoch + 1)
         run.protect(0)
-        before = resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE, (0, before[1]))
-        try:
+        with limited(resource.RLIMIT_FSIZE, 0, lone.process.pid):
             for step in (1, 2, 3, 4):
                 snapshot = run.write(step)
                 with pytest.raises(ArenaTooSmall):
@@ -210,8 +208,6 @@ class TestWhatIsNotASnapshotIsRefused:
                 assert trainer.outcome(snapshot) is SnapshotOutcome.FAILED
                 trouble = look(JOB, lone.control).troubles[0]
                 assert f"{snapshot} failed" in trouble and "dp0 is not sealed" in trouble
-        finally:
-            resource.prlimit(lone.process.pid, resource.RLIMIT_FSIZE, before)
         for step in (5, 6, 7):
             run.protect(step)
         assert not [trouble for trouble in look(JOB, lone.control).troubles if "failed" in trouble]
@@ -297,32 +293,20 @@ class TestPeersOfAnotherJob:
         with PeerClient("otherun") as others, pytest.raises(ProtocolError, match="'testrun', not 'otherun'"):
             others.ping(lone.control, DEADLINE_S)
 
-    def test_news_of_parity_is_taken_from_our_own_only(self, ground: Ground, peers: PeerClient) -> None:
-        run = run_on(ground.smps(2), [[100], [100]])
+    def test_news_of_parity_is_taken_of_our_job_epoch_and_group_only(self, ground: Ground, peers: PeerClient) -> None:
+        _, run = ground.job([[100], [100]])
         snapshot = run.write(1)
         run["dp0"].seal(snapshot)
         reasons: queue.Queue[str] = queue.Queue()
-        peers.tell_parity_done(replace(run.layout, job="otherun"), "node1", 1, snapshot, reasons.put)
-        assert "'testrun', not 'otherun'" in reasons.get(timeout=DEADLINE_S)
-        assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
-
-    def test_news_of_parity_is_taken_from_the_present_epoch_only(self, ground: Ground, peers: PeerClient) -> None:
-        run = run_on(ground.smps(2), [[100], [100]])
-        snapshot = run.write(1)
-        run["dp0"].seal(snapshot)
-        reasons: queue.Queue[str] = queue.Queue()
-        for epoch, message in ((0, "epoch 0 may not write"), (2, "epoch 2 may not write")):
-            peers.tell_parity_done(run.layout, "node1", epoch, snapshot, reasons.put)
-            assert message in reasons.get(timeout=DEADLINE_S)
-        assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
-
-    def test_news_of_parity_of_another_group_is_not_taken_for_ours(self, ground: Ground, peers: PeerClient) -> None:
-        run = run_on(ground.smps(2), [[100], [100]])
-        snapshot = run.write(1)
-        run["dp0"].seal(snapshot)
+        for layout, epoch, reason in (
+            (replace(run.layout, job="otherun"), 1, "'testrun', not 'otherun'"),
+            (run.layout, 0, "epoch 0 may not write"),
+            (run.layout, 2, "epoch 2 may not write"),
+        ):
+            peers.tell_parity_done(layout, "node1", epoch, snapshot, reasons.put)
+            assert reason in reasons.get(timeout=DEADLINE_S)
         other = replace(run.layout, groups=((1, 0),))
         assert other.tag(0) != run.layout.tag(0)
-        reasons: queue.Queue[str] = queue.Queue()
         peers.tell_parity_done(other, "node1", 1, snapshot, reasons.put)
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
         assert reasons.empty()
@@ -334,67 +318,50 @@ class TestPeersOfAnotherJob:
         numbers = {"epoch": run.epoch, "stripe": 0, "position": 0, "digest": 0}
         what = {"op": "shard_unit", "coord": "dp0", "unit": 0}
         message = {"op": op, "snapshot": snapshot, "tag": run.layout.tag(0), "what": what, **numbers}
-        stream = connect(lone.bulk)
-        try:
+        with closing(connect(lone.bulk)) as stream:
             with pytest.raises(ProtocolError, match="'testrun', not 'otherun'"):
                 call(stream, {**message, "job": "otherun"}, memoryview(b"unit") if op == "accumulate" else None)
             _, length = call(stream, {**message, "op": "fetch", "job": "testrun"})
             assert length == min(run.layout.unit_bytes, run["dp0"].form.total_bytes)
-        finally:
-            stream.close()
 
     def test_a_unit_damaged_on_its_way_is_refused(self, ground: Ground) -> None:
-        smp, _ = ground.smps(2)
-        run = run_on([smp, _], [[100], [100]])
+        [smp, _], run = ground.job([[100], [100]])
         snapshot = run.write(1)
         run["dp0"].seal(snapshot)
         image = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
-        stream = connect(smp.bulk)
-        try:
+        with closing(connect(smp.bulk)) as stream:
             with pytest.raises(DamagedSnapshot, match="position 1 was damaged"):
                 call(stream, accumulate_message(run, snapshot, digest=12345), image)
             with pytest.raises(ProtocolError, match="no unit 1000"):
                 what = {"op": "shard_unit", "coord": "dp0", "unit": 1000}
                 call(stream, {**accumulate_message(run, snapshot), "op": "fetch", "what": what})
-        finally:
-            stream.close()
         run["dp1"].seal(snapshot)
         assert run.outcomes(snapshot) == {PROTECTED}
         assert parity_units(smp, snapshot, run.layout.tag(0), 0) == parities_by_xor(run, 0, snapshot)[0]
 
     def test_a_unit_of_another_epoch_is_refused(self, ground: Ground) -> None:
-        smp, _ = ground.smps(2)
-        run = run_on([smp, _], [[100], [100]])
+        [smp, _], run = ground.job([[100], [100]])
         snapshot = run.protect(1)
-        for trainer in run:
-            trainer.client.join(2)
+        run.join(2)
         unit = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
-        stream = connect(smp.bulk)
-        try:
+        with closing(connect(smp.bulk)) as stream:
             for sent in (snapshot, run.snapshot(2)):
                 with pytest.raises(StaleEpoch, match="epoch 1"):
                     call(stream, accumulate_message(run, sent, digest=digest(unit)), unit)
-        finally:
-            stream.close()
         assert run["dp0"].client.counters()["units_accumulated"] == 1
 
     def test_a_unit_that_was_refused_leaves_nothing_behind_for_the_next(self, ground: Ground) -> None:
-        smp, _ = ground.smps(2)
-        run = run_on([smp, _], [[100], [100]])
+        [smp, _], run = ground.job([[100], [100]])
         snapshot = run.write(1)
         unit = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
         good = accumulate_message(run, snapshot, digest=digest(unit))
-        stream = connect(smp.bulk)
-        try:
+        with closing(connect(smp.bulk)) as stream:
             for change in ({"job": "otherun"}, {"epoch": 0}, {"stripe": -1}, {"tag": 7}, {"digest": None}):
                 with pytest.raises(HoldfastError):
                     call(stream, {**good, **change}, unit)
             call(stream, good, unit)
             call(stream, good, unit)
-        finally:
-            stream.close()
-        for trainer in run:
-            trainer.seal(snapshot)
+        run.seal(snapshot)
         assert run.outcomes(snapshot) == {PROTECTED}
         assert parity_units(smp, snapshot, run.layout.tag(0), 0) == parities_by_xor(run, 0, snapshot)[0]
 
@@ -419,8 +386,7 @@ def accumulate_message(run: Run, snapshot: SnapshotId, **more: int) -> Message:
 
 class TestAnSmpKilledAndStartedAgain:
     def test_holds_what_was_sealed_on_the_same_ports(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
+        smps, run = ground.job([[3000], [3000]])
         snapshot = run.protect(1)
         before = run["dp1"].client.inventory()
         run.write(2)
@@ -431,10 +397,8 @@ class TestAnSmpKilledAndStartedAgain:
         assert (after.epoch, after.layouts) == (1, {(1, 0): run.layout})
         assert after.shards == {(snapshot, "dp1")}
         assert after.parities == {(snapshot, run.layout.tag(0), 1)}
-        assert [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)] == [
-            PROTECTED,
-            SnapshotOutcome.PENDING,
-        ]
+        outcomes = [run["dp1"].client.outcome(run.snapshot(step)) for step in (1, 2)]
+        assert outcomes == [PROTECTED, SnapshotOutcome.PENDING]
         recovered = run["dp1"].recover(run.plan(after))
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp1", snapshot))
 
@@ -454,8 +418,7 @@ class TestAnSmpKilledAndStartedAgain:
     def test_does_not_give_a_shard_that_was_damaged_meanwhile_and_cannot_be_mended(
         self, ground: Ground, at: int
     ) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[3000]])
+        [smp], run = ground.job([[3000]])
         good = run.protect(1)
         bad = run.protect(2)
         path = shard_file(smp, bad, "dp0")
@@ -474,8 +437,7 @@ class TestAnSmpKilledAndStartedAgain:
         assert (recovered.how, bytes(recovered.view)) == ("held", bytes_of(run, "dp0", good))
 
     def test_serves_before_it_has_read_what_it_adopted_and_hands_out_no_damage_meanwhile(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [3000], [3000]])
+        smps, run = ground.job([[3000], [3000], [3000]])
         snapshot, tag = run.protect(1), run.layout.tag(0)
         held_bytes = len(bytes_of(run, "dp1", snapshot)) + sum(map(len, parity_units(smps[1], snapshot, tag, 1)))
         smps[1].kill()
@@ -490,7 +452,7 @@ class TestAnSmpKilledAndStartedAgain:
         overview = look(run.job, smps[1].control)
         assert overview.newest is not None and overview.newest.snapshot == snapshot, "nothing is lost"
         assert all(word in overview.sentence() for word in ("node1", "verified"))
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        plan = run.plan()
         assert (plan.snapshot, plan.decoded, plan.repair) == (snapshot, (), ())
         elsewhere = Trainer(smps[0], "dp1", 3000).recover(plan)
         assert bytes(elsewhere.view) == bytes_of(run, "dp1", snapshot), "a damaged unit was sent as an erasure"
@@ -516,14 +478,13 @@ def damage_of(trainer: Trainer) -> tuple[int, int]:
 class TestALostNode:
     @pytest.mark.parametrize("method", ["chain", "decode"])
     def test_is_rebuilt_by_either_method(self, ground: Ground, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-        smps = ground.smps(4)
-        run = run_on(smps, [[30_000]] * 4, protect="3+1")
+        smps, run = ground.job([[30_000]] * 4, protect="3+1")
         snapshot = run.protect(1)
         smps[1].lose()
         monkeypatch.setenv("HOLDFAST_REBUILD", method)
         spare = ground.smp("spare")
         run.trainers["dp1"] = Trainer(spare, "dp1", 30_000)
-        recovered = run["dp1"].recover(run.plan(*(trainer.client.inventory() for trainer in run)))
+        recovered = run["dp1"].recover(run.plan())
         assert (recovered.how, bytes(recovered.view)) == ("rebuilt", bytes_of(run, "dp1", snapshot))
         length = len(recovered.view)
         if method == "chain":
@@ -541,8 +502,7 @@ class TestADamagedCopy:
     def test_of_its_own_with_too_little_left_to_mend_it_is_dropped_and_the_next_plan_says_so(
         self, ground: Ground
     ) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[9000], [9000], [9000]])
+        smps, run = ground.job([[9000], [9000], [9000]])
         snapshot = run.protect(1)
         run.write(2)
         run["dp0"].seal(run.snapshot(2))  # this tells its SMP that step 1 is protected
@@ -559,8 +519,7 @@ class TestADamagedCopy:
             run.plan(*inventories)
 
     def test_of_parity_that_was_counted_on_cannot_be_replaced_by_anything_else(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
+        smps, run = ground.job([[3000], [3000]])
         snapshot, tag = run.protect(1), run.layout.tag(0)
         run.write(2)
         run["dp0"].seal(run.snapshot(2))  # this tells its SMP that step 1 is protected
@@ -588,11 +547,10 @@ class TestAShardThatIsNotCheckedBeforeItIsGiven:
     """A caller that asks for it unchecked compares each unit with its digest before using it."""
 
     def test_is_held_as_it_lies_and_mended_in_place_when_it_is_asked_for_again(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[9000]] * 3)
+        smps, run = ground.job([[9000]] * 3)
         snapshot = run.protect(1)
         flip_a_byte(shard_file(smps[1], snapshot, "dp1"))
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        plan = run.plan()
         client = run["dp1"].client
         given = client.recover(plan.sources, "dp1", check=False)
         assert (given.how, given.bytes_fetched, damage_of(run["dp1"])) == ("held", 0, (0, 0))
@@ -655,8 +613,7 @@ class TestRelease:
         assert shard_file(lone, first, "dp0").read_bytes() == bytes_of(run, "dp0", first)
 
     def test_memory_is_flat_over_fifty_snapshots(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [5000]])
+        smps, run = ground.job([[3000], [5000]])
         memory = set()
         for step in range(50):
             run.protect(1 + step)
@@ -667,8 +624,7 @@ class TestRelease:
         assert slots <= memory.pop()[0] <= slots + (64 << 10)
 
     def test_a_new_layout_gets_its_memory_and_the_old_one_gives_it_back(self, ground: Ground) -> None:
-        smp = ground.smp()
-        small = run_on([smp], [[1000]])
+        [smp], small = ground.job([[1000]])
         kept = small.protect(1)
         large = Run([Trainer(smp, "dp0", 9000)])
         large.protected = kept
@@ -686,7 +642,7 @@ class TestRelease:
 class TestTooLittleMemory:
     def test_a_layout_that_does_not_fit_is_refused_and_nothing_is_taken(self, ground: Ground) -> None:
         smp = ground.prepare()
-        mount_a_small_tmpfs(ground, smp.arena.parent)
+        ground.on_end.enter_context(mounted(smp.arena.parent, "1m"))
         smp.launch().wait_ready()
         big = Run([Trainer(smp, "dp0", 200_000)])
         with pytest.raises(ArenaTooSmall, match=r"[\d,]+ bytes more .* [\d,]+ left"):
@@ -694,16 +650,6 @@ class TestTooLittleMemory:
         assert not list(smp.arena.glob("*.safetensors"))
         fitting = Run([Trainer(smp, "dp0", 10_000)]).start()
         fitting.protect(1)
-
-
-def mount_a_small_tmpfs(ground: Ground, path: Path) -> None:
-    """Mount one MiB, or skip the test."""
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "holdfast-test", str(path)]
-    if os.getuid() != 0 or subprocess.run(command, capture_output=True, timeout=DEADLINE_S).returncode != 0:
-        pytest.skip("a small tmpfs can only be mounted by root")
-    unmount = ["umount", "-l", str(path)]
-    ground.on_end.callback(subprocess.run, unmount, check=True, timeout=DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- starting and ending
@@ -759,23 +705,22 @@ class TestWhatCannotBeServedIsRefused:
 
     def test_a_relative_arena_is_taken_from_where_it_was_said(self, ground: Ground) -> None:
         command = [*smp_command("testrun", "node0", Path("here"), ground.host()), "--owner-pid", str(os.getpid())]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ground.base) as process:
-            try:
-                assert process.stdout is not None
-                assert "ready" in read_line(process.stdout)
-                client = SmpClient(ground.base / "here", "testrun")
-                client.join(1)
-                client.finish(1)
-                assert process.wait(DEADLINE_S) == 0
-            finally:
-                process.kill()
+        with started(command, cwd=ground.base) as process:
+            assert "ready" in read_line(process.stdout)
+            client = SmpClient(ground.base / "here", "testrun")
+            client.join(1)
+            client.finish(1)
+            assert process.wait(DEADLINE_S) == 0
         assert not (ground.base / "here").exists()
+
+
+WAITING = [sys.executable, "-c", "input()"]
+"""A process that does nothing."""
 
 
 class TestTheEnd:
     def test_finish_removes_the_arena_and_ends_the_process(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000], [3000]])
+        smps, run = ground.job([[3000], [3000]])
         run.protect(1)
         for trainer, smp in zip(run, smps, strict=True):
             trainer.client.finish(1)
@@ -783,8 +728,7 @@ class TestTheEnd:
             assert smp.wait_end() == 0
 
     def test_finish_turns_away_whoever_is_still_connected(self, ground: Ground) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[3000]])
+        [smp], run = ground.job([[3000]])
         other = smp.client()
         run["dp0"].client.finish(1)
         with pytest.raises(SmpUnavailable):
@@ -795,18 +739,15 @@ class TestTheEnd:
         arena = ground.base / "arena"
         arena.mkdir()
         Board(arena / "board", create=True)
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with started(WAITING) as process:
             listener = SocketListener(bind_unix(socket_path(arena)), lambda sock: Hasty(process))
-            try:
+            with closing(listener):
                 SmpClient(arena, "testrun").finish(1)
                 assert process.poll() is not None
-            finally:
-                listener.close()
-                process.kill()
 
     def test_when_its_owner_is_gone_it_ends_too(self, ground: Ground) -> None:
         smp = ground.prepare()
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        with started(WAITING) as owner:
             smp.owner_pid = owner.pid
             smp.launch().wait_ready()
             run_on([smp], [[3000]]).protect(1)
@@ -824,8 +765,7 @@ class TestTheEnd:
         assert not smp.arena.exists()
 
     def test_killed_it_leaves_its_arena_for_its_successor(self, ground: Ground) -> None:
-        smp = ground.smp()
-        run = run_on([smp], [[3000]])
+        [smp], run = ground.job([[3000]])
         snapshot = run.protect(1)
         smp.kill()
         assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(run, "dp0", snapshot)
@@ -834,7 +774,7 @@ class TestTheEnd:
 class Hasty:
     """An SMP that ends before it answers when it is told to end."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, None]:
@@ -853,8 +793,7 @@ class TestTheKit:
         ground = Ground(grace_s=0.1)
         smp = ground.prepare()
         command = [*smp_command("testrun", "node0", smp.arena, smp.host), "--owner-pid", str(os.getpid())]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stray:
-            assert stray.stdout is not None
+        with started(command) as stray:
             read_line(stray.stdout)
             with pytest.raises(LeftBehind, match=f"process {stray.pid} was left"):
                 ground.close()
