@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,22 +147,17 @@ class TestCredentials:
 def shake(server: bytes, client: bytes, jobs: tuple[str, str] = (JOB, JOB)) -> list[BaseException | None]:
     """Run both sides of a handshake; return the error of each, or None."""
     ends = socket.socketpair()
-    results: list[BaseException | None] = [None, None]
 
-    def run(index: int) -> None:
-        try:
-            (check_client, prove_to_server)[index](ends[index], (server, client)[index], jobs[index])
-        except (HoldfastError, EOFError, OSError) as error:
-            results[index] = error
-        finally:
-            ends[index].close()
+    def run(index: int) -> BaseException | None:
+        with ends[index]:
+            try:
+                (check_client, prove_to_server)[index](ends[index], (server, client)[index], jobs[index])
+            except (HoldfastError, EOFError, OSError) as error:
+                return error
+        return None
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return results
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, range(2), timeout=DEADLINE_S))
 
 
 class TestAHandshake:
@@ -318,13 +314,11 @@ def test_smps_that_know_each_other_protect_and_recover(ground: Ground, tmp_path:
         overview = look(JOB, smps[0].control)
         assert [status.access for status in overview.statuses] == [kind, kind]
         lost = smps[1]
-        lost.lose()
-        lost.launch().wait_ready()
+        lost.lose().launch().wait_ready()
         run["dp1"].client.reconnect()
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        plan = run.plan()
         assert plan.snapshot == snapshot
-        for trainer in run:
-            trainer.client.join(2)
+        run.join(2)
         recovered = run["dp1"].recover(plan)
         assert recovered.how == "rebuilt"
         assert recovered.view == run["dp1"].image(snapshot)
@@ -340,12 +334,8 @@ def test_whoever_does_not_know_them_gets_nothing(ground: Ground, tmp_path: Path,
     if kind == "token and mTLS":
         strangers += [{k: v for k, v in guarded.environment.items() if k in TLS_ENVS}]
     smp = guarded.smps[0]
-    question = {
-        "op": "fetch",
-        "job": JOB,
-        "snapshot": snapshot,
-        "what": {"op": "shard_unit", "coord": "dp0", "unit": 0},
-    }
+    unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+    question = {"op": "fetch", "job": JOB, "snapshot": snapshot, "what": unit}
     for stranger in strangers:
         with credentials(stranger):
             with pytest.raises(HoldfastError):
