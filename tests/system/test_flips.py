@@ -103,8 +103,7 @@ def test_flips_at_rest_are_all_noticed_and_mended(ground: Ground, flips: int) ->
 
 def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_something_else(ground: Ground) -> None:
     source = random.Random(SEED)
-    smps = ground.smps(4)
-    run = run_on(smps, [[300_000]] * 4, protect="3+1")
+    smps, run = ground.job([[300_000]] * 4, protect="3+1")
     snapshot = run.protect(1)
     units = units_of(run, smps, snapshot)
     hit = [unit for unit in units if unit.stripe == 1][:2]
@@ -113,10 +112,9 @@ def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_some
     spoilt = images(run, units)
     assert scrub_all(run) == {"units": len(units), "damaged": 2, "repaired": 0}
     assert images(run, units) == spoilt
-    plan = run.plan(*[trainer.client.inventory() for trainer in run])
+    plan = run.plan()
     damaged = {f"dp{unit.node}" for unit in hit if unit.path.endswith(".safetensors")}
-    for trainer in run:
-        trainer.client.join(2)
+    run.join(2)
     for coord in damaged:
         with pytest.raises(DamagedSnapshot, match="cannot be repaired"):
             run[coord].recover(plan)
@@ -125,8 +123,7 @@ def test_more_flips_in_a_stripe_than_parity_are_noticed_and_not_mended_into_some
 @pytest.mark.proves("bits-flip")
 def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
     source = random.Random(SEED)
-    smps = ground.smps(4)
-    run = run_on(smps, [[300_000]] * 4, protect="2+2")
+    smps, run = ground.job([[300_000]] * 4, protect="2+2")
     snapshot = run.protect(1)
     by_stripe: dict[int, list[Unit]] = {}
     for unit in units_of(run, smps, snapshot):
@@ -134,9 +131,8 @@ def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
     for stripe in by_stripe.values():
         for unit in source.sample(stripe, 2):
             flip(unit, source)
-    plan = run.plan(*[trainer.client.inventory() for trainer in run])
-    for trainer in run:
-        trainer.client.join(2)
+    plan = run.plan()
+    run.join(2)
     recovered = {trainer.coord: trainer.recover(plan) for trainer in run}
     assert {shard.how for shard in recovered.values()} <= {"held", "repaired"}
     assert all(shard.view == run[coord].image(snapshot) for coord, shard in recovered.items())
@@ -149,8 +145,7 @@ def test_flips_are_mended_when_a_job_is_restored(ground: Ground) -> None:
 
 def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:
     source = random.Random(SEED)
-    smps = ground.smps(2)
-    run = run_on(smps, [[30_000]] * 2, protect="1+1")
+    smps, run = ground.job([[30_000]] * 2, protect="1+1")
     snapshot = run.write(1)
     stripes = run.layout.stripes(0)
     stripe = next(r for r in range(stripes.count) if stripes.is_parity(1, r))
@@ -173,8 +168,7 @@ def test_a_flip_on_the_way_into_parity_is_refused(ground: Ground) -> None:
             with pytest.raises(DamagedSnapshot, match="damaged"):
                 call(stream, message, unit)
             stream.close()
-    for trainer in run:
-        trainer.seal(snapshot)
+    run.seal(snapshot)
     assert run["dp1"].client.counters()["units_damaged"] == 100
     assert run.outcomes(snapshot) == {PROTECTED}
 
@@ -185,15 +179,12 @@ def test_a_flip_on_the_way_to_a_new_node_is_noticed_and_the_unit_computed_from_o
     ground: Ground, times: int
 ) -> None:
     source = random.Random(SEED)
-    smps = ground.smps(4)
-    run = run_on(smps, [[30_000]] * 4, protect="2+2")
+    smps, run = ground.job([[30_000]] * 4, protect="2+2")
     snapshot = run.protect(1)
-    plan = run.plan(*[trainer.client.inventory() for trainer in run])
-    for trainer in run:
-        trainer.client.join(2)
+    plan = run.plan()
+    run.join(2)
     for _ in range(times):
-        smps[3].lose()
-        smps[3].launch().wait_ready()
+        smps[3].lose().launch().wait_ready()
         fresh = smps[3].client()
         fresh.join(2)
         with relaying(plan.sources.shards["dp0"], flips=[source.randrange(1 << 15)]) as relay:
