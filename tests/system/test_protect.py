@@ -53,10 +53,8 @@ def over(run: Run, **addresses: tuple[tuple[str, int], ...]) -> Run:
         nodes.append(replace(node, host=host, bulk_port=port, more_bulk=tuple(more)))
     run.epoch += 1
     run.layout = replace(run.layout, epoch=run.epoch, unit_bytes=UNIT_BYTES, nodes=tuple(nodes))
-    for trainer in run:
-        trainer.client.join(run.epoch)
-    for trainer in run:
-        trainer.client.configure(run.layout)
+    run.join(run.epoch)
+    run.configure(run.layout)
     return run
 
 
@@ -83,8 +81,7 @@ def test_no_more_than_a_window_of_units_is_on_its_way_to_a_peer_that_does_not_an
 
 
 def test_every_connection_cut_again_and_again_only_delays(ground: Ground) -> None:
-    smps = ground.smps(3)
-    run = run_on(smps, [[50_000], [40_000], [3_000]], protect="1+2")
+    smps, run = ground.job([[50_000], [40_000], [3_000]], protect="1+2")
     with ExitStack() as stack:
         relays = through_relays(stack, smps, cut_after=[1, 2 * UNIT_BYTES, 5 * UNIT_BYTES + 17, 0])
         over(run, **{name: (relay.address,) for name, relay in relays.items()})
@@ -102,8 +99,7 @@ def test_every_connection_cut_again_and_again_only_delays(ground: Ground) -> Non
 
 @pytest.mark.proves("checked-on-arrival")
 def test_a_unit_damaged_on_its_way_is_sent_again(ground: Ground) -> None:
-    smps = ground.smps(2)
-    run = run_on(smps, [[50_000]] * 2)
+    smps, run = ground.job([[50_000]] * 2)
     with ExitStack() as stack:
         relays = through_relays(stack, smps, flips=[7, 4000])
         over(run, **{name: (relay.address,) for name, relay in relays.items()})
@@ -147,11 +143,12 @@ def test_a_snapshot_that_is_given_up_is_encoded_no_further(ground: Ground) -> No
 @pytest.mark.parametrize("point", ["parity.accumulated", "parity.complete"])
 def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(ground: Ground, point: str) -> None:
     """As when a restarted SMP finds its parity missing just when the others resend their units."""
-    smps = ground.smps(3, rules={1: [(point, 1), ("repair_parity.taken", 1)]})
-    run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
+    smps, run = ground.job(
+        [[90_000], [70_000], [80_000]], rules={1: [(point, 1), ("repair_parity.taken", 1)]}, protect="2+1"
+    )
     snapshot = run.take(1)
     gathered = ground.points.wait("node1", point, 1)
-    sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
+    sources = choose_sources(run.inventories(), snapshot)
     assert sources is not None
     healing = ground.meanwhile(run["dp1"].client.repair_parity, sources, 0, 1)
     taken = ground.points.wait("node1", "repair_parity.taken", 1)
@@ -168,11 +165,14 @@ def test_parity_that_is_computed_again_while_it_is_gathered_is_committed_once(gr
 
 def test_units_that_come_while_parity_is_computed_again_take_its_place(ground: Ground) -> None:
     """If both were built in one slot, it would end as neither."""
-    smps = ground.smps(3, rules={i: [("encode.before", 1), ("repair_parity.taken", 1)] for i in range(3)})
-    run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
+    smps, run = ground.job(
+        [[90_000], [70_000], [80_000]],
+        rules={i: [("encode.before", 1), ("repair_parity.taken", 1)] for i in range(3)},
+        protect="2+1",
+    )
     snapshot = run.take(1)
     senders = [ground.points.wait(name, "encode.before", 1) for name in ("node0", "node1", "node2")]
-    sources = choose_sources([trainer.client.inventory() for trainer in run], snapshot)
+    sources = choose_sources(run.inventories(), snapshot)
     assert sources is not None
     run["dp1"].client.repair_parity(sources, 0, 1)
     taken = ground.points.wait("node1", "repair_parity.taken", 1)
