@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from tests.smp_kit import PROTECTED, Ground, Run, SmpProcess, Trainer, run_on
 SIZES = [30_000, 12_345, 30_001, 999, 25_000, 18_000]
 
 
-def protected(ground: Ground, protect: str, nodes: int) -> tuple[list[SmpProcess], Run]:
-    smps = ground.smps(nodes)
-    run = run_on(smps, [[SIZES[i], 500 + i] for i in range(nodes)], protect=protect)
+def protected(ground: Ground, protect: str, nodes: int, **options: Any) -> tuple[list[SmpProcess], Run]:
+    smps, run = ground.job([[SIZES[i], 500 + i] for i in range(nodes)], protect=protect, **options)
     run.protect(1)
     return smps, run
 
@@ -42,10 +42,9 @@ def begin(run: Run, smps: Sequence[SmpProcess], nodes: Collection[int]) -> None:
 
 
 def restart(run: Run) -> RestorePlan:
-    plan = run.plan(*[trainer.client.inventory() for trainer in run])
+    plan = run.plan()
     run.epoch += 1
-    for trainer in run:
-        trainer.client.join(run.epoch)
+    run.join(run.epoch)
     return plan
 
 
@@ -113,9 +112,7 @@ def test_a_node_that_got_the_files_of_another_is_told_what_helps(ground: Ground)
 
 
 def test_a_helper_lost_in_the_middle_of_a_chain_is_done_without(ground: Ground) -> None:
-    smps = ground.smps(5, rules={4: [("rebuild.middle", 1)]})
-    run = run_on(smps, [[SIZES[i], 500 + i] for i in range(5)], protect="3+2")
-    run.protect(1)
+    smps, run = protected(ground, "3+2", 5, rules={4: [("rebuild.middle", 1)]})
     replace_nodes(run, smps, [4])
     plan = restart(run)
     recovering = ground.meanwhile(run["dp8"].recover, plan)
@@ -134,33 +131,24 @@ def test_a_helper_lost_in_the_middle_of_a_chain_is_done_without(ground: Ground) 
 
 def test_a_chain_through_nonsense_is_refused(ground: Ground) -> None:
     smps, run = protected(ground, "2+1", 3)
+    unit = {"op": "shard_unit", "coord": "dp0", "unit": 0}
+    term = {"at": ["127.0.0.1", 1], "what": unit, "factor": 1}
+    what = {"op": "partial", "length": 64, "position": 0, "terms": [term]}
+    message = {"op": "fetch", "job": smps[0].job, "snapshot": run.protected, "what": what}
     spoilings: list[dict[str, Any]] = [
         {"terms": []},
-        {"terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 256}]},
+        {"terms": [term | {"factor": 256}]},
         {"terms": [{"factor": 1}]},
-        {
-            "terms": [
-                {"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1},
-                {"at": "here"},
-            ]
-        },
-        {"terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 99}, "factor": 1}]},
+        {"terms": [term, {"at": "here"}]},
+        {"terms": [term | {"what": unit | {"unit": 99}}]},
         {"length": 1 << 40},
     ]
     for spoilt in spoilings:
-        stream = connect(smps[0].bulk)
-        what = {
-            "op": "partial",
-            "length": 64,
-            "position": 0,
-            "terms": [{"at": ["127.0.0.1", 1], "what": {"op": "shard_unit", "coord": "dp0", "unit": 0}, "factor": 1}],
-        }
-        message = {"op": "fetch", "job": smps[0].job, "snapshot": run.protected, "what": what}
-        assert call(stream, message)[1] == 64
-        stream.receive_into(memoryview(bytearray(64)))
-        with pytest.raises(HoldfastError):
-            call(stream, message | {"what": what | spoilt})
-        stream.close()
+        with closing(connect(smps[0].bulk)) as stream:
+            assert call(stream, message)[1] == 64
+            stream.receive_into(memoryview(bytearray(64)))
+            with pytest.raises(HoldfastError):
+                call(stream, message | {"what": what | spoilt})
 
 
 @pytest.mark.parametrize("how", ["held", "fetched", "rebuilt"])
@@ -179,9 +167,15 @@ def test_a_shard_comes_with_the_digests_it_was_sealed_with(ground: Ground, how: 
     assert shard.digests == digest_units(image, shard.unit_bytes)
 
 
-def test_an_unknown_way_to_rebuild_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_REBUILD", "prayer")
-    with pytest.raises(HoldfastError, match=r"prayer.*chain .*decode"):
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [("REBUILD", "prayer", r"prayer.*chain .*decode"), ("BACKEND", "abacus", r"abacus.*auto, isal, ")],
+)
+def test_an_unknown_way_to_rebuild_or_backend_is_refused(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(f"HOLDFAST_{setting}", value)
+    with pytest.raises(HoldfastError, match=message):
         ground.smp()
 
 
@@ -200,15 +194,8 @@ def test_smps_of_different_backends_understand_each_other(
     assert_whole(run, restart(run), [0, 2])
 
 
-def test_an_unknown_backend_is_refused(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_BACKEND", "abacus")
-    with pytest.raises(HoldfastError, match=r"abacus.*auto, isal, "):
-        ground.smp()
-
-
 def test_ranks_of_a_lost_node_that_go_on_at_survivors_are_protected_there(ground: Ground) -> None:
-    smps = ground.smps(4)
-    run = run_on(smps, [[20_000 + i] for i in range(4)], protect="3+1")
+    smps, run = ground.job([[20_000 + i] for i in range(4)], protect="3+1")
     run.protect(1)
     run.protect(2)
     smps[3].lose()
@@ -220,8 +207,7 @@ def test_ranks_of_a_lost_node_that_go_on_at_survivors_are_protected_there(ground
     assert [len(node.shards) for node in run.layout.nodes] == [2, 1, 1]
     run.protect(3)
     run.protect(4)
-    smps[0].lose()
-    smps[0].launch().wait_ready()
+    smps[0].lose().launch().wait_ready()
     for rank in (0, 3):
         run.trainers[f"dp{rank}"] = Trainer(smps[0], f"dp{rank}", 20_000 + rank)
     plan = restart(run)
