@@ -50,15 +50,13 @@ class Loss:
         self.smps = ground.smps(5, rules={4: [("rebuild.middle", 1)]})
         self.run = run_on(self.smps, [[ELEMENTS + i] for i in range(5)], protect=protect)
         self.run.protect(1)
-        self.smps[4].lose()
-        self.smps[4].launch().wait_ready()
+        self.smps[4].lose().launch().wait_ready()
         self.run.trainers["dp4"] = Trainer(self.smps[4], "dp4", ELEMENTS + 4)
 
     def plan(self) -> RestorePlan:
-        plan = self.run.plan(*[trainer.client.inventory() for trainer in self.run])
+        plan = self.run.plan()
         self.run.epoch += 1
-        for trainer in self.run:
-            trainer.client.join(self.run.epoch)
+        self.run.join(self.run.epoch)
         return plan
 
     def middle(self, plan: RestorePlan, coord: str = "dp4") -> tuple[Future[Any], Held]:
