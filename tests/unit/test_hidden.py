@@ -24,6 +24,7 @@ from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import hidden
 from holdfast.snapshot.state.hidden import generators, untracked
 from tests.deadlines import DEADLINE_S
+from tests.unit.test_beginning import warnings_of
 
 
 class Centred(torch.nn.Module):
@@ -134,14 +135,8 @@ class Noisy(torch.optim.SGD):
         return super().step(closure)
 
 
-def draw(count: int, killed: bool, track: bool = False) -> list[torch.Tensor]:
+def live(snap: InMemorySnapshot, model: torch.nn.Module, optim: Any, count: int, killed: bool) -> list[torch.Tensor]:
     """Train until `count` steps are done, from where the last call was killed, and return the weights."""
-    skipping = Skipping()
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
-    optim = Noisy(model.parameters())
-    snap = InMemorySnapshot(model, optim, strict=True)
-    if track:
-        snap.track("mine", get=skipping.mine.getstate, set=lambda state: skipping.mine.setstate(state))
     snap.__enter__()
     while snap.step < count:
         step(snap, model, optim)
@@ -150,6 +145,17 @@ def draw(count: int, killed: bool, track: bool = False) -> list[torch.Tensor]:
         assert snap.drain(60)
     snap.__exit__(RuntimeError if killed else None, RuntimeError("killed") if killed else None, None)
     return [each.detach().clone() for each in model.parameters()]
+
+
+def draw(count: int, killed: bool, track: bool = False) -> list[torch.Tensor]:
+    """`live` for a job whose module and optimizer draw."""
+    skipping = Skipping()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
+    optim = Noisy(model.parameters())
+    snap = InMemorySnapshot(model, optim, strict=True)
+    if track:
+        snap.track("mine", get=skipping.mine.getstate, set=lambda state: skipping.mine.setstate(state))
+    return live(snap, model, optim, count, killed)
 
 
 @pytest.mark.parametrize("track", [False, True])
@@ -361,14 +367,7 @@ def test_generators_of_helpers_classes_and_functions_come_back(arena: Path) -> N
         Helped.ours.seed(5)
         model = torch.nn.Sequential(torch.nn.Linear(2, 3), Helped())
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        snap = InMemorySnapshot(model, optim).__enter__()
-        while snap.step < count:
-            step(snap, model, optim)
-        if killed:
-            torch.autograd.backward(model(torch.ones(4, 2)).sum())
-            assert snap.drain(60)
-        snap.__exit__(RuntimeError if killed else None, RuntimeError("killed") if killed else None, None)
-        return [each.detach().clone() for each in model.parameters()]
+        return live(InMemorySnapshot(model, optim), model, optim, count, killed)
 
     torch.manual_seed(0)
     whole = life(6, killed=False)
@@ -403,7 +402,3 @@ def test_tensors_of_helpers_and_sets_of_them_are_found() -> None:
     roots = [("model0", torch.nn.Sequential(Helped()))]
     names = untracked(roots, set(map(memory_of, generators(roots, []).values())))
     assert names == ["model0.0.noise.last[0]", "model0.0.noise.parts"]
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
