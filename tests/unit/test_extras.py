@@ -29,6 +29,12 @@ def go_on(snap: InMemorySnapshot, model: nn.Module, optim: torch.optim.Optimizer
         optim.zero_grad()
 
 
+def keep(model: nn.Module, optim: torch.optim.Optimizer, steps: int = 1, **options: Any) -> None:
+    """A job that ends, and leaves its snapshots to the next."""
+    with InMemorySnapshot(model, optim, keep=True, **options) as snap:
+        go_on(snap, model, optim, steps)
+
+
 class Keeps:
     """An object with a state."""
 
@@ -97,8 +103,7 @@ def test_several_schedules_come_back(arena: Path, kind: type) -> None:
 def test_other_schedules_are_refused(arena: Path, then: Any, said: str) -> None:
     model, optim = small()
     before = [lr_scheduler.StepLR(optim, 2), lr_scheduler.ExponentialLR(optim, 0.9)]
-    with InMemorySnapshot(model, optim, scheduler=before, keep=True) as snap:
-        go_on(snap, model, optim)
+    keep(model, optim, scheduler=before)
     again, other = small()
     with pytest.raises(StateMismatch, match=rf"\['StepLR', 'ExponentialLR'\] .*, {said}"):
         InMemorySnapshot(again, other, scheduler=then(other)).__enter__()
@@ -151,17 +156,14 @@ class Endless(Keeps):
 def test_what_is_false_is_an_extra_like_others(arena: Path, held: list[int]) -> None:
     model, optim = small()
     buffer = Buffer(held)
-    with InMemorySnapshot(model, optim, extra={"buffer": buffer, "loader": Endless(5)}, keep=True, strict=True) as snap:
-        go_on(snap, model, optim)
+    keep(model, optim, extra={"buffer": buffer, "loader": Endless(5)}, strict=True)
     fresh, loader = Buffer(), Endless()
     with InMemorySnapshot(*small(), extra={"buffer": fresh, "loader": loader}) as snap:
         assert (snap.step, fresh, loader.value) == (1, held, 5)
 
 
 def test_one_that_is_none_is_none(arena: Path) -> None:
-    model, optim = small()
-    with InMemorySnapshot(model, optim, extra={"scaler": None, "mine": Keeps(1)}, keep=True) as snap:
-        go_on(snap, model, optim)
+    keep(*small(), extra={"scaler": None, "mine": Keeps(1)})
     mine = Keeps()
     with InMemorySnapshot(*small(), extra={"mine": mine}) as snap:
         assert (snap.step, mine.value) == (1, 1)
@@ -169,9 +171,7 @@ def test_one_that_is_none_is_none(arena: Path) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"one": None}, {"other": Keeps()}], ids=["none", "left out", "another"])
 def test_other_extras_are_refused_by_name(arena: Path, extra: dict[str, Any]) -> None:
-    model, optim = small()
-    with InMemorySnapshot(model, optim, extra={"one": Keeps()}, keep=True) as snap:
-        go_on(snap, model, optim)
+    keep(*small(), extra={"one": Keeps()})
     with pytest.raises(StateMismatch, match=r"extra is \['one'\]"):
         InMemorySnapshot(*small(), extra=extra).__enter__()
 
@@ -237,8 +237,7 @@ def test_that_of_a_tracked_module_comes_back(arena: Path) -> None:
 def test_it_may_be_anything_that_can_be_kept(arena: Path, state: Any) -> None:
     model, optim = scaled()
     model[0].amax = state
-    with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
-        go_on(snap, model, optim, 2)
+    keep(model, optim, 2, strict=True)
     again, other = scaled()
     with InMemorySnapshot(again, other) as snap:
         assert snap.step == 2
@@ -250,8 +249,7 @@ def test_a_file_in_memory_comes_back_with_its_place(arena: Path) -> None:
     model[0].amax = io.BytesIO()
     torch.save({"scale": torch.ones(3)}, model[0].amax)
     model[0].amax.seek(7)
-    with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
-        go_on(snap, model, optim)
+    keep(model, optim, strict=True)
     again, other = scaled()
     with InMemorySnapshot(again, other):
         assert (again[0].amax.getvalue(), again[0].amax.tell()) == (model[0].amax.getvalue(), 7)
@@ -279,8 +277,7 @@ def test_a_module_that_could_not_take_it_back_is_refused() -> None:
 
 def test_a_job_without_that_module_is_refused(arena: Path) -> None:
     model, optim = scaled()
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        go_on(snap, model, optim)
+    keep(model, optim)
     again = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Sequential())
     other = torch.optim.Adam(again.parameters())
     with pytest.raises(StateMismatch, match=r"\['model0\.0'\] in .*, none in"):
