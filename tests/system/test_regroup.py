@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.messages import Adopt, Encode, Release
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.plan import parity_repairer, plan_restore
 from holdfast.snapshot.resume.arrange import Protection, arrange
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground, run_on
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground
 
 SNAPSHOT = SnapshotId(3, 8)
 
@@ -67,6 +67,13 @@ def planned(inventories: Sequence[Inventory]) -> Regrouping:
     regrouping = plan_regroup(inventories)
     assert regrouping is not None
     return regrouping
+
+
+def regrouped(*, without: str) -> tuple[Layout, list[Inventory]]:
+    """A layout of four nodes, and what the others hold once they have made good the loss of one."""
+    layout = layout_of(4, 3, 1)
+    survivors = everything(layout, but={without})
+    return layout, carried_out(survivors, planned(survivors))
 
 
 class TestThePlan:
@@ -154,26 +161,19 @@ class TestThePlan:
         assert [len(group) for group in regrouping.layout.groups] == [3]
 
     def test_a_node_that_came_back_gets_its_shards_back(self) -> None:
-        layout = layout_of(4, 3, 1)
-        survivors = everything(layout, but={"node3"})
-        after = carried_out(survivors, planned(survivors))
-        back = [inventory for inventory in everything(layout) if inventory.node == "node3"]
-        regrouping = planned([*after, *back])
+        layout, after = regrouped(without="node3")
+        (back,) = (inventory for inventory in everything(layout) if inventory.node == "node3")
+        regrouping = planned([*after, back])
         assert regrouping.layout.node("node3").shards == layout.node("node3").shards
         assert len(regrouping.layout.nodes) == 4
 
     def test_a_node_that_came_back_empty_is_a_member_without_shards(self) -> None:
-        layout = layout_of(4, 3, 1)
-        survivors = everything(layout, but={"node3"})
-        after = carried_out(survivors, planned(survivors))
-        empty = [
-            replace(inventory, shards=frozenset(), parities=frozenset())
-            for inventory in everything(layout)
-            if inventory.node == "node3"
-        ]
-        regrouping = planned([*after, *empty])
+        layout, after = regrouped(without="node3")
+        (back,) = (inventory for inventory in everything(layout) if inventory.node == "node3")
+        everybody = [*after, replace(back, shards=frozenset(), parities=frozenset())]
+        regrouping = planned(everybody)
         assert regrouping.layout.node("node3").shards == ()
-        assert plan_regroup(carried_out([*after, *empty], regrouping)) is None
+        assert plan_regroup(carried_out(everybody, regrouping)) is None
         assert parity_repairer(regrouping.layout, 0, 3) == "dp0"
 
     def test_new_groups_respect_failure_domains(self) -> None:
@@ -196,10 +196,8 @@ class TestThePlan:
     def test_shards_and_nodes_of_a_plan_make_a_layout_that_survives_json(self) -> None:
         regrouping = planned(everything(layout_of(6, 4, 2), but={"node1"}))
         assert Layout.read(to_plain(regrouping.layout)) == regrouping.layout
-        assert all(
-            isinstance(node, Node) and all(isinstance(s, Shard) for s in node.shards)
-            for node in regrouping.layout.nodes
-        )
+        assert all(isinstance(node, Node) for node in regrouping.layout.nodes)
+        assert all(isinstance(shard, Shard) for node in regrouping.layout.nodes for shard in node.shards)
 
 
 # ---------------------------------------------------------------------- real SMPs
@@ -242,10 +240,11 @@ def come_back(run: Run, smps: Sequence[SmpProcess], lost: Collection[int]) -> No
 
 
 def started(
-    ground: Ground, nodes: int, protect: str, *points: str, elements: int = 3000
+    ground: Ground, nodes: int, protect: str, *points: str, at: Mapping[int, str] = {}, elements: int = 3000
 ) -> tuple[list[SmpProcess], Run]:
-    smps = ground.smps(nodes, rules=stops(nodes, *points))
-    run = run_on(smps, [[elements + i] for i in range(nodes)], protect=protect)
+    """SMPs that hold a protected snapshot, without trainers. They stop at `points`; some ``at`` another one."""
+    rules = stops(nodes, *points) | {i: [(point, None)] for i, point in at.items()}
+    smps, run = ground.job([[elements + i] for i in range(nodes)], rules=rules, protect=protect)
     run.protect(1)
     run.protect(2)
     leave(run)
@@ -275,12 +274,7 @@ class TestSurvivors:
         come_back(run, smps, [1, 3])
 
     def test_go_on_when_the_one_in_charge_is_lost_too(self, ground: Ground) -> None:
-        rules = stops(6, "regroup.done") | {0: [("regroup.encode", None)]}
-        smps = ground.smps(6, rules=rules)
-        run = run_on(smps, [[3000 + i] for i in range(6)], protect="4+2")
-        run.protect(1)
-        run.protect(2)
-        leave(run)
+        smps, run = started(ground, 6, "4+2", "regroup.done", at={0: "regroup.encode"})
         smps[5].lose()
         ground.points.wait("node0", "regroup.encode", 2)
         smps[0].lose()
@@ -290,8 +284,11 @@ class TestSurvivors:
         come_back(run, smps, [0, 1, 2, 5])
 
     def test_do_nothing_while_a_trainer_is_connected(self, ground: Ground) -> None:
-        smps = ground.smps(3, rules=stops(3, "regroup.adopt") | {0: [("regroup.declined", 1), ("regroup.adopt", None)]})
-        run = run_on(smps, [[3000]] * 3, protect="2+1")
+        smps, run = ground.job(
+            [[3000]] * 3,
+            rules=stops(3, "regroup.adopt") | {0: [("regroup.declined", 1), ("regroup.adopt", None)]},
+            protect="2+1",
+        )
         run.protect(1)
         run.protect(2)
         run["dp0"].client.close()
