@@ -15,7 +15,7 @@ from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
 from holdfast.smp_daemon.storage.arena import Arena
 from tests.deadlines import await_that
-from tests.smp_kit import JOB, Ground, run_on
+from tests.smp_kit import JOB, Ground
 
 
 def replace(arena: Path) -> None:
@@ -35,8 +35,7 @@ def replace(arena: Path) -> None:
     ids=["deleted", "replaced", "moved"],
 )
 def test_it_ends_although_trainers_are_connected(ground: Ground, happens: Callable[[Path], object]) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     run.protect(1)
     happens(smp.arena)
     assert smp.wait_end() == 0
@@ -52,8 +51,7 @@ def test_without_smp_json_it_is_found_again(ground: Ground) -> None:
 
 
 def test_without_a_few_files_it_answers_as_before(ground: Ground) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     snapshot = run.protect(1)
     client = run["dp0"].client
     (record,) = smp.arena.glob("*.safetensors.json")
@@ -68,8 +66,7 @@ def test_without_a_few_files_it_answers_as_before(ground: Ground) -> None:
 @pytest.mark.parametrize("takes", ["deletes", "empties", "puts a directory"])
 @pytest.mark.parametrize("file", ["node.json", "layout-*.json", "*.safetensors.json", "*.parity.json"])
 def test_what_a_successor_needs_is_written_again_while_it_runs(ground: Ground, file: str, takes: str) -> None:
-    smps = ground.smps(2)
-    run = run_on(smps, [[3000], [3000]])
+    smps, run = ground.job([[3000], [3000]])
     run.protect(1)
     held = run["dp0"].client.inventory()
     (path,) = smps[0].arena.glob(file)
