@@ -47,8 +47,7 @@ def rejoined(ground: Ground, smp: SmpProcess) -> None:
 
 
 def started(ground: Ground) -> tuple[list[SmpProcess], Run]:
-    smps = ground.smps(3)
-    run = run_on(smps, [[90_000], [70_000], [80_000]], protect="2+1")
+    smps, run = ground.job([[90_000], [70_000], [80_000]], protect="2+1")
     run.protect(1)
     smps[1].kill()
     return smps, run
@@ -149,8 +148,7 @@ def test_what_a_job_that_had_ended_left_is_nothing_to_the_next_of_that_name(grou
     (smps[0].arena / f"node.json{PART}").write_text("{")
     smps[0].launch().wait_ready()
     assert sorted(path.name for path in smps[0].arena.iterdir()) == ["board", "smp.json", "smp.log", "smp.sock"]
-    smps[1].lose()
-    smps[1].launch().wait_ready()
+    smps[1].lose().launch().wait_ready()
     run_on(smps, [[3000], [3000]]).protect(1)
 
 
@@ -180,13 +178,10 @@ def test_an_smp_that_was_missed_by_itself_before_it_listened_starts(ground: Grou
     smps[1].rules = [("start.adopted", None)]
     smps[1].launch()
     held = ground.points.wait_any("node1", "start.adopted")
-    peers = PeerClient(JOB)
-    try:
+    with PeerClient(JOB) as peers:
         with pytest.raises(HoldfastError, match="unavailable, "):
             peers.ping(smps[1].control, SHORT_S)  # from now on the channel knows that nobody answers
         answer = ground.meanwhile(lambda: peers.ping(smps[1].control, DEADLINE_S, starting=True))
         held.go()
         smps[1].wait_ready()
         assert answer.result(DEADLINE_S).node == "node1"
-    finally:
-        peers.close()
