@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, Ground, Trainer, run_on
+from tests.smp_kit import JOB, Ground, Trainer
 from tests.system.test_regroup import come_back
 
 NEWEST = SnapshotId(1, 8)
@@ -160,8 +160,7 @@ def test_a_job_is_summed_up_with_the_slowest_nodes_first() -> None:
 
 
 def test_real_smps_tell_of_a_lost_node(ground: Ground) -> None:
-    smps = ground.smps(3)
-    run = run_on(smps, [[3000], [3001], [3002]], protect="2+1")
+    smps, run = ground.job([[3000], [3001], [3002]], protect="2+1")
     run.protect(1)
     assert look(JOB, smps[0].control).recoveries == []
     smps[1].lose()
@@ -181,8 +180,7 @@ def test_real_smps_tell_of_a_lost_node(ground: Ground) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "by an exception"])
 def test_the_end_of_a_trainer_of_whatever_kind_begins_it(ground: Ground, how: str) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     run.protect(1)
     train_and_end(smp.arena, smp.job, how)
     again = Trainer(smp, "dp0", 3000)
