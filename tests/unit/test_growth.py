@@ -13,6 +13,8 @@ from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state.live import At
 from tests.unit.test_beginning import STEPS, Job, Loop, stopped, warnings_of
 
+pytestmark = pytest.mark.usefixtures("arena")
+
 
 class Growing(nn.Module):
     """A cache that grows with the longest input, as rotary embeddings have."""
@@ -73,7 +75,6 @@ def longer(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 3, 5])
 @pytest.mark.parametrize("layer", [Growing, Lazy, Observing])
 def test_buffers_get_the_shapes_that_they_had(layer: Callable[[], nn.Module], stop: int) -> None:
@@ -110,7 +111,6 @@ def after_two_steps(change: Callable[[Any], None]) -> Loop:
     return loop
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 6])
 def test_groups_that_were_added_are_made_again(stop: int, caplog: pytest.LogCaptureFixture) -> None:
     start, *_ = stopped(after_two_steps(Frozen.unfreeze), Frozen, stop)
@@ -149,13 +149,11 @@ class Silent(Grown):
     tells = False
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_script_makes_again_what_it_had_added_to_the_model() -> None:
     start, *_ = stopped(after_two_steps(Grown.insert), Grown, 6)
     assert start > 2
 
 
-@pytest.mark.usefixtures("arena")
 def test_who_does_not_say_how_is_told_as_it_is_added(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateMismatch):
         stopped(after_two_steps(Grown.insert), Silent, 6)
@@ -163,7 +161,6 @@ def test_who_does_not_say_how_is_told_as_it_is_added(caplog: pytest.LogCaptureFi
     assert said and "model0" in said[0]
 
 
-@pytest.mark.usefixtures("arena")
 def test_it_is_said_before_the_hook_is_entered() -> None:
     job = Job()
     with job.hook() as snap, pytest.raises(ConfigError, match="before"):
