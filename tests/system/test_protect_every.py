@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.strategies import InMemoryCode
@@ -34,12 +33,13 @@ from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, parity_slots
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import PROTECTED, Run, playground, run_on
+from tests.system.test_hook import half_a_step, small, train
 
 # ---------------------------------------------------------------------- SMPs
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
+def job() -> Iterator[Run]:
     with playground() as ground:
         yield run_on(ground.smps(3), [[3000], [2000], [2500]], slots=4)
 
@@ -49,8 +49,7 @@ def take(run: Run, step: int, keep: list[SnapshotId], with_parity: list[Snapshot
     for trainer in run:
         slot = trainer.begin(snapshot, keep, run.protected, with_parity)
         slot[:] = trainer.image(snapshot)
-    for trainer in run:
-        trainer.seal(snapshot, encode=encode)
+    run.seal(snapshot, encode=encode)
     return snapshot
 
 
@@ -59,8 +58,7 @@ def with_parity(run: Run) -> set[SnapshotId]:
 
 
 @pytest.mark.proves("sent-to-nobody")
-def test_what_is_only_sealed_is_sent_to_nobody_and_lies_beside_what_is_protected(run: Run) -> None:
-    job = run
+def test_what_is_only_sealed_is_sent_to_nobody_and_lies_beside_what_is_protected(job: Run) -> None:
     first = job.protect(1)
     sent = [trainer.client.counters()["bytes_sent"] for trainer in job]
     sealed = take(job, 2, [first], [first], encode=False)
@@ -69,25 +67,23 @@ def test_what_is_only_sealed_is_sent_to_nobody_and_lies_beside_what_is_protected
     assert with_parity(job) == {first}
     second = take(job, 4, [first, younger], [first], encode=True)
     assert job.outcomes(second) == {PROTECTED} and with_parity(job) == {first, second}
-    inventories = [trainer.client.inventory() for trainer in job]
+    inventories = job.inventories()
     assert {snapshot for inventory in inventories for snapshot, _ in inventory.shards} == {first, younger, second}
     assert all(younger in inventory.never_acknowledged for inventory in inventories)
 
 
 @pytest.mark.proves("sealed-comes-back")
-def test_after_a_crash_what_is_sealed_comes_back_and_after_a_loss_what_is_protected(run: Run) -> None:
-    job = run
+def test_after_a_crash_what_is_sealed_comes_back_and_after_a_loss_what_is_protected(job: Run) -> None:
     first = job.protect(1)
     sealed = take(job, 2, [first], [first], encode=False)
-    inventories = [trainer.client.inventory() for trainer in job]
+    inventories = job.inventories()
     plan = job.plan(*inventories)
     assert (plan.snapshot, plan.decoded) == (sealed, ())
     after_a_loss = job.plan(*inventories[:2])
     assert (after_a_loss.snapshot, after_a_loss.decoded) == (first, ("dp2",))
 
 
-def test_what_is_kept_without_parity_frees_it_and_is_encoded_no_further(run: Run) -> None:
-    job = run
+def test_what_is_kept_without_parity_frees_it_and_is_encoded_no_further(job: Run) -> None:
     first = job.protect(1)
     second = job.protect(2)
     take(job, 3, [first, second], [second], encode=False)
@@ -97,14 +93,11 @@ def test_what_is_kept_without_parity_frees_it_and_is_encoded_no_further(run: Run
 
 def test_only_as_many_parity_slots_are_reserved_as_are_asked_for() -> None:
     with playground() as ground:
-        smps = ground.smps(3)
-        job = run_on(smps, [[3000], [3000], [3000]], slots=2)
+        smps, job = ground.job([[3000], [3000], [3000]], slots=2)
         ranks, protection = [trainer.rank() for trainer in job], job._protect
         layout = arrange(job.job, 2, ranks, protection, 4, 2)
-        for trainer in job:
-            trainer.client.join(2)
-        for trainer in job:
-            trainer.client.configure(layout)
+        job.join(2)
+        job.configure(layout)
         for smp in smps:
             shards, parities = (len(list(smp.arena.glob(f"*.*.{kind}"))) for kind in ("safetensors", "parity"))
             assert (shards, parities) == (4, 2)
@@ -124,21 +117,16 @@ class Crash(Exception):
 
 def life(steps: int, arena: Path, **options: Any) -> tuple[int, list[tuple[int | None, int | None]]]:
     """Train for `steps` steps and crash. Return where it began, and the sealed and protected step after each step."""
-    model = torch.nn.Linear(4, 3)
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, optim = small()
     seen: list[tuple[int | None, int | None]] = []
     began = -1
     with pytest.raises(Crash):
         with InMemorySnapshot(model, optim, max_repeats=0, arena=arena, **options) as snap:
             began = snap.step
             for _ in range(steps):
-                model(torch.ones(2, 4)).sum().backward()
-                snap.drain(60)
-                optim.step()
-                optim.zero_grad()
+                train(snap, model, optim, 1)
                 seen.append((snap.sealed_step, snap.protected_step))
-            model(torch.ones(2, 4)).sum().backward()
-            snap.drain(60)
+            half_a_step(snap, model)
             raise Crash
     return began, seen
 
