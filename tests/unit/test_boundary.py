@@ -7,7 +7,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,28 +155,13 @@ def boundary_of(*models: torch.nn.Module) -> Recorder:
     return listener
 
 
-def evaluate_in_eval_mode(model: torch.nn.Module) -> None:
-    model.eval()
-    model(torch.ones(1, 3)).sum()
-    model.train()
-
-
-def evaluate_without_gradients(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        model(torch.ones(1, 3))
-
-
-def evaluate_for_inference(model: torch.nn.Module) -> None:
-    with torch.inference_mode():
-        model(torch.ones(1, 3))
-
-
-@pytest.mark.parametrize("evaluate", [evaluate_in_eval_mode, evaluate_without_gradients, evaluate_for_inference])
-def test_a_forward_in_eval_mode_or_without_gradients_begins_no_step(
-    evaluate: Callable[[torch.nn.Module], None],
-) -> None:
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode, None], ids=["no grad", "inference", "eval"])
+def test_a_forward_in_eval_mode_or_without_gradients_begins_no_step(without: Callable[[], Any] | None) -> None:
     loop = Loop()
-    evaluate(loop.models[0])
+    loop.models[0].train(without is not None)
+    with without() if without is not None else nullcontext():
+        loop.models[0](torch.ones(1, 3)).sum()
+    loop.models[0].train()
     assert loop.take() == []
     assert loop.listener.evaluations == 1
     loop.backward()
@@ -292,19 +279,13 @@ def step_scaled(loop: Loop, scaler: GradScaler, losses: list[float]) -> list[str
     return told
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters)
-
-
-def fused(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that handles the scaler's findings itself; the scaler calls its ``step`` in either case."""
-    return torch.optim.Adam(parameters, fused=True)
-
+fused = partial(torch.optim.Adam, fused=True)
+"""An optimizer that handles the scaler's findings itself; the scaler calls its ``step`` in either case."""
 
 INF = float("inf")
 
 
-@pytest.mark.parametrize("make", [adam, fused])
+@pytest.mark.parametrize("make", [torch.optim.Adam, fused])
 def test_a_scaled_step_is_one_boundary_whether_it_is_skipped_or_not(
     scaler: GradScaler, make: Callable[[Any], Any]
 ) -> None:
@@ -601,7 +582,7 @@ def test_a_failing_step_without_hooks_ends_no_step() -> None:
 # ------------------------------------------------------------------ removal
 
 
-@pytest.mark.parametrize("make", [adam, Hookless])
+@pytest.mark.parametrize("make", [torch.optim.Adam, Hookless])
 def test_nothing_is_left_after_it_is_removed(scaler: GradScaler, make: Callable[[Any], Any]) -> None:
     model = torch.nn.Linear(3, 2)
     optim = make(model.parameters())
