@@ -34,7 +34,7 @@ def lent(run: Run, by: str, coord: str, sources: Sources) -> bytes:
 def test_units_come_from_here_from_others_and_from_parity(job: tuple[Run, list[SmpProcess]]) -> None:
     run, smps = job
     snapshot = run.protect(1)
-    before = [trainer.client.inventory() for trainer in run]
+    before = run.inventories()
     plan = run.plan(*before)
     for coord in ("dp0", "dp1", "dp2"):
         assert lent(run, "dp0", coord, plan.sources) == run[coord].image(snapshot)
@@ -47,7 +47,7 @@ def test_units_come_from_here_from_others_and_from_parity(job: tuple[Run, list[S
 def test_a_damaged_unit_is_computed(job: tuple[Run, list[SmpProcess]]) -> None:
     run, smps = job
     snapshot = run.protect(1)
-    plan = run.plan(*(trainer.client.inventory() for trainer in run))
+    plan = run.plan()
     flip_a_byte(shard_file(smps[0], snapshot, "dp0"))
     assert lent(run, "dp0", "dp0", plan.sources) == run["dp0"].image(snapshot)
     assert lent(run, "dp2", "dp0", plan.sources) == run["dp0"].image(snapshot)
@@ -56,7 +56,7 @@ def test_a_damaged_unit_is_computed(job: tuple[Run, list[SmpProcess]]) -> None:
 def test_what_cannot_be_had_is_an_error(job: tuple[Run, list[SmpProcess]]) -> None:
     run, smps = job
     run.protect(1)
-    plan = run.plan(*(trainer.client.inventory() for trainer in run))
+    plan = run.plan()
     client = run["dp0"].client
     with pytest.raises(ProtocolError, match="first what to `lend`"):
         client.unit("dp0", 0, memoryview(bytearray(1)))
@@ -76,7 +76,7 @@ def test_what_cannot_be_had_is_an_error(job: tuple[Run, list[SmpProcess]]) -> No
 def test_who_is_of_an_older_epoch_gets_nothing(job: tuple[Run, list[SmpProcess]]) -> None:
     run, smps = job
     run.protect(1)
-    plan = run.plan(*(trainer.client.inventory() for trainer in run))
+    plan = run.plan()
     run["dp0"].client.lend(plan.sources)
     smps[0].client().join(2)
     with pytest.raises(StaleEpoch):
@@ -91,7 +91,7 @@ def test_who_lends_remembers_whose_units_they_are() -> None:
         run.protect(1)
         new.join(2)
         assert new.inventory().layouts == {}
-        new.lend(run.plan(*(trainer.client.inventory() for trainer in run)).sources)
+        new.lend(run.plan().sources)
         assert new.inventory().layouts == {(1, 0): run.layout}
 
 

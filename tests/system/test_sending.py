@@ -148,7 +148,7 @@ def test_what_comes_back_comes_over_every_address(ground: Ground, monkeypatch: p
         run = run_on([here, peer], [[SHARD_BYTES]] * 2)
         over(run)
         run.protect(1)
-        plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        plan = run.plan()
         monkeypatch.setattr(links, "connect", noting)
         found = run["dp0"].client.recover(plan.sources, "dp1")
         assert found.how == "fetched"
