@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
 from holdfast.smp_daemon.shared.starts import Choice
 from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
-from tests.smp_kit import playground, run_on
+from tests.smp_kit import playground
 
 PROTECTED, FAILED, PENDING = SnapshotState.PROTECTED, SnapshotState.FAILED, SnapshotState.PENDING
 
@@ -125,11 +126,8 @@ def life(steps: int, history: dict[int, list[torch.Tensor]] | None = None, **opt
 
 
 def held(arena: Path) -> list[int]:
-    client = SmpClient(arena / "test", "test")
-    try:
+    with closing(SmpClient(arena / "test", "test")) as client:
         return sorted({snapshot.step for snapshot, _ in client.inventory().shards})
-    finally:
-        client.close()
 
 
 def test_an_older_generation_is_restored_and_the_newer_stay_until_there_is_another(arena: Path) -> None:
@@ -186,16 +184,14 @@ def test_memory_that_does_not_suffice_for_generations_is_told(arena: Path, monke
 
 def test_an_older_generation_of_a_lost_node_is_computed_from_parity() -> None:
     with playground() as ground:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000], [2000], [2500]], slots=4)
+        smps, run = ground.job([[3000], [2000], [2500]], slots=4)
         first = run.protect(1)
         kept: list[SnapshotId] = [first]
         for step in (2, 3, 4):
             snapshot = run.snapshot(step)
             for trainer in run:
                 trainer.write(snapshot, kept[-2:], kept[-1])
-            for trainer in run:
-                trainer.seal(snapshot)
+            run.seal(snapshot)
             assert run.outcomes(snapshot) == {SnapshotOutcome.PROTECTED}
             kept.append(snapshot)
         older = kept[-2]
