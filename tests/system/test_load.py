@@ -26,16 +26,7 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import (
-    Ground,
-    Held,
-    SmpProcess,
-    Trainer,
-    flip_a_byte,
-    run_on,
-    shard_file,
-    suspend,
-)
+from tests.smp_kit import Ground, Held, SmpProcess, Trainer, flip_a_byte, run_on, shard_file, suspend
 
 ELEMENTS = 30_000
 SOON_S = CALL_DEADLINE_S

@@ -20,17 +20,7 @@ from holdfast.smp_daemon.shared.board import MAX_PAUSE_S, Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.plan import choose_sources
 from tests.deadlines import DEADLINE_S, await_that
 from tests.relay import Relay, relaying
-from tests.smp_kit import (
-    JOB,
-    PROTECTED,
-    Ground,
-    Run,
-    SmpProcess,
-    parities_by_xor,
-    parity_units,
-    run_on,
-    suspend,
-)
+from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, parities_by_xor, parity_units, run_on, suspend
 
 UNIT_BYTES = 4096
 

@@ -17,12 +17,7 @@ from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.records import (
-    ParityRecord,
-    ShardRecord,
-    digest,
-    digest_units,
-)
+from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest, digest_units
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
