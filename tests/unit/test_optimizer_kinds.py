@@ -15,6 +15,8 @@ from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.state import values
 from tests.unit.test_beginning import STEPS, Job, counted, life, looping, trial, warnings_of
 
+pytestmark = pytest.mark.usefixtures("arena")
+
 
 class Projector:
     """As GaLore's: a matrix that is renewed every few steps."""
@@ -179,7 +181,6 @@ def job_with(kind: type[Own]) -> type[Job]:
     return Made
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("stop", [2, 4, 5])
 @pytest.mark.parametrize("kind", [Projected, Quantized, Optioned, Warmed])
 def test_state_of_any_kind_comes_back(kind: type[Own], stop: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,7 +188,6 @@ def test_state_of_any_kind_comes_back(kind: type[Own], stop: int, caplog: pytest
     assert not [text for text in warnings_of(caplog) if "not captured" in text]
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("kind", [Locking, KeyedByNumbers])
 def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], caplog: pytest.LogCaptureFixture) -> None:
     life(counted, job_with(kind)(), None)
@@ -195,7 +195,6 @@ def test_what_cannot_be_kept_is_named_once_and_ends_no_job(kind: type[Own], capl
     assert said and len(said) == len(set(said))
 
 
-@pytest.mark.usefixtures("arena")
 def test_what_need_not_be_kept_is_made_anew(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_ways", {})
     holdfast.register(type(threading.Lock()), kept=False)
@@ -219,7 +218,6 @@ class Counting(Own):
         parameter.sub_(parameter.grad, alpha=group["lr"] / counter.count)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_class_says_how_its_objects_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_ways", {})
 
@@ -262,7 +260,6 @@ def accumulate(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
             job.step()
 
 
-@pytest.mark.usefixtures("arena")
 def test_an_optimizer_that_never_steps_is_refused_in_the_first_turns_if_parameters_change() -> None:
     with pytest.raises(ConfigError, match=r"InBackward was seen.* extra="):
         life(looping(step=lambda job: None, declared=True), job_with(InBackward)(), None)
