@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from holdfast.smp_daemon.shared import logs
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.logs import (
-    MAX_EPISODES,
-    Episodes,
-    Formatter,
-    about,
-    chosen_format,
-    get_log,
-    identify,
-)
+from holdfast.smp_daemon.shared.logs import MAX_EPISODES, Episodes, Formatter, about, chosen_format, get_log, identify
 from holdfast.smp_daemon.shared.settings import LOG
 from tests.scripts import python
-from tests.smp_kit import Ground, SmpProcess, run_on
+from tests.smp_kit import Ground, SmpProcess
 
 FIELDS = {"time", "level", "job", "node", "epoch", "step", "at", "msg"}
 
@@ -222,8 +214,7 @@ def log_of(smp: SmpProcess) -> list[dict[str, Any]]:
 def test_an_smp_whose_peer_is_away_says_so_once(ground: Ground, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(LOG.variable, kind)
     monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "500ms")  # the SMPs check their group ten times a second
-    smps = ground.smps(3)
-    run = run_on(smps, [[3000]] * 3, protect="2+1")
+    smps, run = ground.job([[3000]] * 3, protect="2+1")
     run.protect(1)
     smps[2].lose()
     epoch = 1
