@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,11 +17,12 @@ from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
-from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Record, Start, TrainerEnd, failure_text
 from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
-from tests.deadlines import DEADLINE_S
+from tests.scripts import completed
+from tests.smp_kit import kill_smps
+from tests.system.test_hook import half_a_step, small, train
 
 counts = st.integers(0, MAX_COUNT)
 failures = st.text(max_size=MAX_FAILURE)
@@ -184,23 +182,13 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def small() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(4, 3)
-    return model, torch.optim.Adam(model.parameters(), lr=0.1)
-
-
 def train_until(end: int, error: BaseException | None, **options: int) -> int:
     """Train to step `end`, with every step protected, and raise `error`; return where it began."""
     model, optim = small()
     with InMemorySnapshot(model, optim, **options) as snap:  # type: ignore[arg-type]
         began = snap.step
-        for _ in range(began, end):
-            optim.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            snap.drain(60)
-            optim.step()
-        model(torch.ones(2, 4)).sum().backward()
-        snap.drain(60)
+        train(snap, model, optim, end - began)
+        half_a_step(snap, model)
         if error is not None:
             raise error
     return began
@@ -229,11 +217,7 @@ def test_the_same_failure_at_the_same_step_is_refused_until_it_is_allowed(arena:
 
 def test_an_smp_that_died_meanwhile_still_knows(arena: Path) -> None:
     fail_at(0, ValueError("no data"))
-    owner = read_owner(arena / "test")
-    assert owner is not None
-    process = psutil.Process(owner.pid)
-    process.kill()
-    process.wait(DEADLINE_S)
+    kill_smps(arena)
     with pytest.raises(Repeated, match=r"step 0: .*no data"):
         train_until(0, None, max_repeats=1)
 
@@ -251,7 +235,7 @@ with InMemorySnapshot(model, optim):
 
 
 def test_a_killed_trainer_is_counted_without_a_word_of_its_own(arena: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", DIES], timeout=60, check=False, capture_output=True)
+    done = completed([sys.executable, "-c", DIES])
     assert done.returncode == -signal.SIGKILL
     with pytest.raises(Repeated, match=r"once .* 2, .* step 0: killed"):
         train_until(3, None, max_repeats=1)
@@ -287,12 +271,7 @@ def test_all_ranks_refuse_together_under_torchrun(arena: Path, tmp_path: Path, m
     script.write_text(FAILS)
     launch = ["torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=3", "--monitor-interval=0.1"]
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=x"]
-    subprocess.run(
-        [sys.executable, "-m", *launch, *where, str(script), str(tmp_path)],
-        timeout=120,
-        check=False,
-        capture_output=True,
-    )
+    completed([sys.executable, "-m", *launch, *where, str(script), str(tmp_path)])
     for rank in range(2):
         *before, last = (tmp_path / str(rank)).read_text().splitlines()
         assert len(before) == 3  # the first of them got further than where it began, and so is no repeat
