@@ -372,7 +372,9 @@ def test_a_parameter_that_is_given_twice_has_one_state() -> None:
 class Late(torch.optim.Optimizer):
     """Gives each parameter a number and a tensor with its first gradient, and changes its state in a later step."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], when: int, change: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], when: int, change: Callable[[dict[str, Any]], object]
+    ) -> None:
         super().__init__(parameters, {"lr": 0.1})
         self._when, self._change = when, change
 
@@ -389,38 +391,23 @@ class Late(torch.optim.Optimizer):
             parameter -= 0.1 * state.get("m", 0.5) * state.get("scale", 1)
 
 
-def number(state: dict[str, Any]) -> None:
-    state["scale"] = 0.5
-
-
-def tensor(state: dict[str, Any]) -> None:
-    state["scale"] = torch.tensor(0.5)
-
-
-def several(state: dict[str, Any]) -> None:
-    state["scale"], state["rows"] = 2, [1, torch.ones(3)]
-
-
-def renamed(state: dict[str, Any]) -> None:
-    state["scale"] = state.pop("n")
-
-
-def gone(state: dict[str, Any]) -> None:
-    del state["m"]
-
-
-PLAIN = [(change, when) for change in (number, renamed) for when in (1, 2, 3)]
-NEW_LAYOUT = [(change, when) for change in (tensor, several, gone) for when in (1, 2)]  # takes the place of a snapshot
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a number comes": lambda state: state.update(scale=0.5),
+    "a number is renamed": lambda state: state.update(scale=state.pop("n")),
+    "a tensor comes": lambda state: state.update(scale=torch.tensor(0.5)),
+    "several come": lambda state: state.update(scale=2, rows=[1, torch.ones(3)]),
+    "a tensor goes": lambda state: state.pop("m"),
+}
+PLAIN = [(change, when) for change in list(CHANGES)[:2] for when in (1, 2, 3)]
+NEW_LAYOUT = [(change, when) for change in list(CHANGES)[2:] for when in (1, 2)]  # takes the place of a snapshot
 
 
 @pytest.mark.parametrize(("change", "when"), PLAIN + NEW_LAYOUT)
-def test_state_that_changes_its_form_is_in_the_snapshot_after_that_step(
-    arena: Path, change: Callable[[dict[str, Any]], None], when: int
-) -> None:
+def test_state_that_changes_its_form_is_in_the_snapshot_after_that_step(arena: Path, change: str, when: int) -> None:
     """The snapshot that is restored is the one after step 3."""
 
     def make(model: nn.Module) -> Late:
-        return Late(model.parameters(), when, change)
+        return Late(model.parameters(), when, CHANGES[change])
 
     model, optim, again, other = start_anew(make, make)
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
@@ -431,7 +418,7 @@ def test_state_that_changes_its_form_is_in_the_snapshot_after_that_step(
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_parameter_that_gets_its_first_gradient_late_has_its_state(arena: Path, step: int) -> None:
     def make(model: nn.Module) -> Late:
-        return Late(model.parameters(), 9, number)
+        return Late(model.parameters(), 9, CHANGES["a number comes"])
 
     class Bypassed(nn.Module):
         """Its second layer takes part from some step on."""
