@@ -38,10 +38,13 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Complete
     return done
 
 
-def run(script: str, stop: int, kind: str, ends: str = "kill", protected: bool = True) -> tuple[int, list[str]]:
-    """Run a training script of another framework, which ends or kills itself; return its exit status and the lines that
-    it printed, one for each batch and one at the end."""
-    arguments = [str(stop), kind, ends, "protected" if protected else "alone"]
-    done = completed([sys.executable, "-c", script, *arguments])
-    assert done.returncode in (0, 3, -signal.SIGKILL), done.stderr
-    return done.returncode, [line for line in done.stdout.splitlines() if line[0].isdigit() or line.startswith("end")]
+STATUS = {"raise": 3, "late": 3, "asked": 0}
+"""How a training script ends that is told to end so; otherwise it kills itself."""
+
+
+def run(script: str, stop: int, kind: str, ends: str = "kill", protected: bool = True) -> list[str]:
+    """Run a training script of another framework, which ends in batch `stop`, as it must; return the lines that it
+    printed, one for each batch and one at the end."""
+    done = completed([sys.executable, "-c", script, str(stop), kind, ends, "protected" if protected else "alone"])
+    assert done.returncode == (STATUS.get(ends, -signal.SIGKILL) if stop >= 0 else 0), done.stderr
+    return [line for line in done.stdout.splitlines() if line[0].isdigit() or line.startswith("end")]

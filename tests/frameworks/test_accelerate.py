@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,11 @@ train = partial(run, SCRIPT)
     ],
 )
 def test_a_killed_loop_goes_on_bit_for_bit(arena: Path, kind: str, stops: list[int]) -> None:
-    status, undisturbed = train(-1, kind, protected=False)
-    assert status == 0
+    undisturbed = train(-1, kind, protected=False)
     for stop in stops:
-        status, before = train(stop, kind)
-        assert status == -signal.SIGKILL
+        before = train(stop, kind)
         assert before[-1] in undisturbed
-    status, after = train(-1, kind)
-    assert status == 0
+    after = train(-1, kind)
     assert 0 < len(after) < len(undisturbed)  # on a busy machine the newest snapshots may be skipped
     assert after == undisturbed[-len(after) :]
     assert not (arena / "test").exists()
