@@ -51,8 +51,7 @@ class Damaged:
         epoch = max(inventory.epoch for inventory in inventories) + 1
         plan = self.run.plan(*inventories)
         assert plan.snapshot == self.snapshot
-        for trainer in self.run:
-            trainer.client.join(epoch)
+        self.run.join(epoch)
         for trainer in self.run:
             assert trainer.recover(plan).view == trainer.image(self.snapshot)
         assert self.run["dp0"].client.scrub()["damaged"] == 0

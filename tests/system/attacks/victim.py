@@ -66,7 +66,7 @@ class Victim:
                 assert time.monotonic() < limit, f"{open_files(smp)} descriptors are open, {files_before} were"
                 select.select([], [], [], 0.02)
             assert anonymous_bytes(smp) - bytes_before < BUDGET_BYTES
-        plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
+        plan = self.run.plan()
         assert plan.snapshot == self.snapshot
         for trainer in self.run:
             assert trainer.recover(plan).view == trainer.image(self.snapshot)
