@@ -14,6 +14,7 @@ import timeit
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,11 @@ from holdfast.smp_daemon.shared.deadlines import Deadlines, parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.system import System
-from holdfast.smp_daemon.watchdog.liveness import (
-    Health,
-    Heartbeat,
-    WatchedTrainer,
-    judge,
-    judge_lease,
-)
+from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge, judge_lease
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, Ground, SmpProcess, run_on
+from tests.scripts import started
+from tests.smp_kit import JOB, Ground, SmpProcess, read_line
 
 LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
 
@@ -128,10 +124,16 @@ def test_a_beat_costs_a_loop_nothing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the end of a process
 
 
-def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
+@pytest.fixture
+def attendance(tmp_path: Path) -> Iterator[Watchdog]:
     board = Board(tmp_path / "board", create=True)
     attendance = Watchdog(lambda: board, LIMITS, None)
     attendance.start()
+    yield attendance
+    attendance.close()
+
+
+def test_the_end_of_a_process_is_learned_at_once(attendance: Watchdog) -> None:
     delays = []
     for _ in range(20):
         with subprocess.Popen(["sleep", "60"]) as process:
@@ -144,27 +146,15 @@ def test_the_end_of_a_process_is_learned_at_once(tmp_path: Path) -> None:
             await_that(lambda ended=ended: bool(ended))  # type: ignore[misc]
             delays.append(ended[0] - began)
             assert Counter(trainer.health for trainer in attendance.trainers()) == {Health.DEAD: 1}
-    attendance.close()
     assert sorted(delays)[10] < 0.05, delays  # it takes a fraction of a millisecond on an idle core
 
 
-def test_more_trainers_than_rows_are_not_watched(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", create=True)
-    attendance = Watchdog(lambda: board, LIMITS, None)
+def test_more_trainers_than_rows_are_not_watched(attendance: Watchdog) -> None:
     rows = [attendance.attend(os.getpid(), f"dp{i}") for i in range(HEARTBEAT_ROWS + 1)]
     assert rows == [*range(HEARTBEAT_ROWS), None]
 
 
 # ---------------------------------------------------------------------- a second run of the same job
-
-
-@pytest.fixture
-def attendance(tmp_path: Path) -> Iterator[Watchdog]:
-    board = Board(tmp_path / "board", create=True)
-    attendance = Watchdog(lambda: board, LIMITS, None)
-    attendance.start()
-    yield attendance
-    attendance.close()
 
 
 @pytest.fixture
@@ -187,15 +177,19 @@ def test_a_process_that_is_at_work_leaves_no_room(attendance: Watchdog, other: s
     assert attendance.await_room(other.pid, DEADLINE_S) is None, "a process may begin again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_who_is_stopped_or_killed_makes_room(
-    attendance: Watchdog, other: subprocess.Popen[bytes], number: signal.Signals
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL", "renumbered"])
+def test_who_is_stopped_or_killed_or_begins_again_makes_room(
+    attendance: Watchdog, other: subprocess.Popen[bytes], how: str
 ) -> None:
+    """The old coordinate of one that survives may become unused if ranks are renumbered."""
     attendance.attend(other.pid, "dp3")
     attendance.joined(other.pid, "dp3")
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(attendance.await_room, 1, DEADLINE_S)
-        other.send_signal(number)
+        if how == "renumbered":
+            attendance.attend(other.pid, "dp2")
+        else:
+            other.send_signal(signal.Signals[how])
         assert waiting.result(DEADLINE_S) is None
 
 
@@ -219,16 +213,6 @@ def test_how_far_it_came_is_noted_before_the_next_one_comes(
         attendance.left(other.pid, hang_up, "dp3", noted.append)
         assert waiting.result(DEADLINE_S) is None
     assert noted == [7]
-
-
-def test_who_survives_and_begins_again_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
-    """Its old coordinate may become unused if ranks are renumbered."""
-    attendance.attend(other.pid, "dp3")
-    attendance.joined(other.pid, "dp3")
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(attendance.await_room, 1, DEADLINE_S)
-        attendance.attend(other.pid, "dp2")
-        assert waiting.result(DEADLINE_S) is None
 
 
 def test_who_has_said_goodbye_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
@@ -305,27 +289,16 @@ client.close()
 """
 
 
-class trainer_process:
+@contextmanager
+def trainer_process(smp: SmpProcess, phase: str = "STEP", how: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process that sends one heartbeat for each line that it receives."""
-
-    def __init__(self, smp: SmpProcess, phase: str = "STEP", how: str = "") -> None:
-        self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, phase, how]
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "here\n"
-        return self.process
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=DEADLINE_S)
+    with started([sys.executable, "-c", TRAINER, str(smp.arena), smp.job, phase, how]) as process:
+        assert read_line(process.stdout) == "here\n"
+        yield process
 
 
 def beat(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    print(file=process.stdin, flush=True)
 
 
 def of(smp: SmpProcess) -> list[WatchedTrainer]:
@@ -430,8 +403,7 @@ def test_a_command_that_takes_too_long_is_killed_and_nothing_waits_for_it(tmp_pa
 
 def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "1s")
-    smps = ground.smps(3)
-    run = run_on(smps, [[3000]] * 3, protect="2+1")
+    smps, run = ground.job([[3000]] * 3, protect="2+1")
     run.protect(1)
 
     def troubles() -> str:
@@ -444,23 +416,19 @@ def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monke
 
 
 def test_the_hook_beats_from_its_start_to_its_end(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from holdfast import InMemorySnapshot
+    from tests.system.test_hook import half_a_step, small, train
 
     smp = ground.prepare()
     monkeypatch.setenv("HOLDFAST_ARENA", str(smp.arena.parent))
     smp.launch().wait_ready()
-    model = torch.nn.Linear(4, 3)
-    optim = torch.optim.Adam(model.parameters())
+    model, optim = small()
     with InMemorySnapshot(model, optim, job=JOB, keep=True) as snap:
         (begun,) = of(smp)
         assert (begun.health, begun.phase, begun.pid) == (Health.ALIVE, "start", os.getpid())
-        for _ in range(3):
-            model(torch.ones(2, 4)).sum().backward()
-            assert snap.drain(60)
-            optim.step()
-        model(torch.ones(2, 4)).sum().backward()
-        assert snap.drain(60)
+        train(snap, model, optim, 3)
+        half_a_step(snap, model)
         (trained,) = of(smp)
         assert (trained.health, trained.phase, trained.step) == (Health.ALIVE, "step", 3)
         assert Board(smp.arena / "board").heartbeats(0)[2] == 0  # no copy is pending
