@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 from holdfast import ConfigError
 from holdfast.leftovers import find_leftovers, remove
 from holdfast.megatron_lm import NEEDED, check, launch, main
-from tests.deadlines import DEADLINE_S
+from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
+from tests.scripts import completed
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,9 +98,7 @@ def run(script: Path, arena: Path, *options: str, **variables: str) -> tuple[int
     """Exit status, lines of stdout, and stderr."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HOLDFAST_ARENA": str(arena)} | variables
     command = [sys.executable, "-m", "holdfast.megatron_lm", *options, str(script), "--num-layers", "2"]
-    done = subprocess.run(
-        command, cwd=arena.parent, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = completed(command, cwd=arena.parent, env=environment)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -178,14 +176,10 @@ def test_a_script_that_is_not_there_or_not_in_a_checkout_is_named(tmp_path: Path
         launch(tmp_path / "nowhere.py", [], job="nowhere")
     alone = tmp_path / "alone.py"
     alone.write_text("")
-    status = subprocess.run(
+    status = completed(
         [sys.executable, "-m", "holdfast.megatron_lm", "--job", "alone", str(alone)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
     )
     assert status.returncode == 2
     assert "No module named 'megatron.training'" in status.stderr

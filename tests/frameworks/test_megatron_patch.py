@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,8 @@ from holdfast import ConfigError
 from holdfast.integrations.megatron_lm import InMemoryCheckpointManager
 from holdfast.snapshot.options import Options
 from tests import megatron_lm_loop as loop
-from tests.deadlines import DEADLINE_S
 from tests.frameworks.test_megatron_lm import Killed, telling, undisturbed
+from tests.scripts import completed
 
 PATCH = Path(__file__).parents[2] / "docs" / "megatron-lm-in-memory.patch"
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
@@ -100,14 +99,10 @@ def test_it_applies_and_what_it_makes_is_python(tmp_path: Path) -> None:
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((checkout / path).read_bytes())
-    applied = subprocess.run(
+    applied = completed(
         ["git", "apply", "--whitespace=error-all", str(PATCH)],
         cwd=tmp_path,
         env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
     )
     assert applied.returncode == 0, applied.stderr
     for path in paths:

@@ -31,7 +31,7 @@ from tests.proof.chaos.faults import CATALOGUE
 from tests.proof.ray.cluster import ACTIONS, RayFault, VirtualRay
 from tests.proof.ray.drill import SCENARIOS, plan, run, undisturbed
 from tests.proof.sim import plan as sim_plan
-from tests.scripts import python
+from tests.scripts import completed, python
 
 pytestmark = pytest.mark.cluster
 
@@ -140,18 +140,18 @@ def test_node_agents_start_smps_that_outlive_raylets_and_are_adopted(
 ) -> None:
     with VirtualRay(2, folder) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
-        done = subprocess.run([sys.executable, "-c", LOOK_AFTER], capture_output=True, text=True, timeout=100)
+        done = completed([sys.executable, "-c", LOOK_AFTER])
         assert done.returncode == 0, done.stderr[-4000:]
         first = json.loads(done.stdout.splitlines()[-1])
         assert [smp["node"] for smp in first] == ["node0", "node1"]
         assert all(psutil.Process(smp["pid"]).ppid() not in cluster.raylets() for smp in first)
-        done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100)
+        done = completed([sys.executable, "-c", REFUSED])
         assert "ConfigError: the node agent" in done.stderr and "HOLDFAST_TOKEN_FILE" in done.stderr
         cluster.kill_raylet("node1")
         assert psutil.pid_exists(first[1]["pid"])
         cluster.add("node1")
         os.kill(first[0]["pid"], signal.SIGKILL)
-        done = subprocess.run([sys.executable, "-c", LOOK_AFTER], capture_output=True, text=True, timeout=100)
+        done = completed([sys.executable, "-c", LOOK_AFTER])
         assert done.returncode == 0, done.stderr[-4000:]
         again = json.loads(done.stdout.splitlines()[-1])
         assert again[1]["pid"] == first[1]["pid"]
@@ -166,7 +166,7 @@ def test_a_run_of_ray_train_that_goes_round_in_a_circle_ends(folder: Path, monke
     with VirtualRay(1, folder) as cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         command = [sys.executable, "-c", IN_A_CIRCLE, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = completed(command, timeout=240)
         assert done.returncode == 0, done.stderr[-4000:]
         assert done.stdout.splitlines()[-1] == "Repeated"
         assert (folder / "starts").read_text().split() == ["0", "3", "3"]
