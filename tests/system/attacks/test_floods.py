@@ -8,7 +8,6 @@ import resource
 import secrets
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +22,8 @@ from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, SmpProcess, playground, read_line, run_on
+from tests.scripts import started
+from tests.smp_kit import JOB, SmpProcess, limited, playground, read_line, run_on
 from tests.system.attacks.victim import dial, open_files
 
 FILES = 1024
@@ -56,35 +56,19 @@ sys.stdin.read()
 
 
 @contextmanager
-def files_limited_to(count: int) -> Iterator[None]:
-    """For processes that are started meanwhile."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@contextmanager
 def flood(address: tuple[str, int], data: bytes) -> Iterator[None]:
     """900 connections of another user, which are held."""
     command = [sys.executable, "-c", FLOOD, address[0], str(address[1]), data.hex()]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
+    with started(command) as process:
         assert int(read_line(process.stdout)) > 0
         yield
-    finally:
-        process.kill()
-        process.communicate(timeout=DEADLINE_S)
 
 
 @as_root
 @pytest.mark.parametrize("data", [b"", HTTP2], ids=["silent", "http2"])
 def test_snapshots_are_protected_while_another_user_floods_the_port(data: bytes) -> None:
     with playground(own_python=True) as ground, ExitStack() as stack:
-        with files_limited_to(FILES):
+        with limited(resource.RLIMIT_NOFILE, FILES):
             smps = ground.smps(2)
         run = run_on(smps, [[3000], [3000]])
         run.protect(1)
@@ -151,7 +135,7 @@ def test_a_connection_that_was_let_in_is_kept() -> None:
 def test_the_port_takes_a_share_of_the_descriptors_only() -> None:
     """gRPC itself closes what is too much, without waiting for anybody to look."""
     with playground(own_python=True) as ground, ExitStack() as stack:
-        with files_limited_to(256):
+        with limited(resource.RLIMIT_NOFILE, 256):
             smp: SmpProcess = ground.smp()
         most = 0
         for _ in range(300):
