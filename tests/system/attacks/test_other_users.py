@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.uids import _asked, _looked_up, uid_of
-from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, playground, refusal
+from tests.scripts import completed, started
+from tests.smp_kit import JOB, Ground, playground, read_line, refusal
 from tests.system.attacks.victim import Victim, frame
 
 NOBODY = 65534
@@ -48,17 +47,7 @@ def nobody_says(kind: str, where: str, data: bytes) -> str:
     """Send `data` from a process of another user; return what that process prints."""
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin") or sys.executable
     command = [python, "-I", "-c", SAY, kind, where, data.hex()]
-    done = subprocess.run(
-        command,
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = completed(command, user=NOBODY, group=NOBODY, extra_groups=[], cwd="/")
     if done.returncode:
         pytest.skip(f"another user cannot run {python}: {done.stderr[-200:]}")
     return done.stdout.strip()
@@ -111,9 +100,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_a_command_of_another_user_says_that_it_may_not_look(victim: Victim, words: str) -> None:
     """Not that there is no such job, nor that its SMP does not run."""
     command = [*words.split(), *[JOB] * words.endswith("--job"), "--arena", str(victim.ground.base)]
-    done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, *command], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = completed([sys.executable, "-c", AS_NOBODY, *command])
     assert done.returncode == NO_ANSWER and "refused: permission" in done.stderr, done
 
 
@@ -136,13 +123,9 @@ def test_nor_make_grpc_calls_on_loopback(victim: Victim) -> None:
         "except grpc.RpcError as error: print(error.code().name)\n"
     )
     root = str(Path(__file__).parents[3])
-    done = subprocess.run(
+    done = completed(
         [sys.executable, "-c", code, "{}:{}".format(*victim.control), METHOD, json.dumps({"op": "ping", "job": JOB})],
         env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.stdout.strip() == "UNAUTHENTICATED", done
 
@@ -220,16 +203,10 @@ def test_a_socket_that_another_user_serves_is_not_talked_to(shm: Path) -> None:
         "print('listening', flush=True); sys.stdin.readline()\n"
     )
     shm.chmod(0o777)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(shm / "smp.sock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "listening\n"
+    with started([sys.executable, "-c", code, str(shm / "smp.sock")]) as process:
+        assert read_line(process.stdout) == "listening\n"
         with pytest.raises(SmpUnavailable, match="of user 65534"):
             SmpClient(shm, JOB)
-    finally:
-        process.kill()
-        process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize(("mode", "refused"), [(0o777, True), (0o1777, False), (0o775, False)])
