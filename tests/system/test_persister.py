@@ -69,8 +69,7 @@ def stored_bytes(ground: Ground, whole: PersistManifest, trainer: Trainer) -> by
 
 
 def test_what_is_persisted_is_what_was_sealed_on_every_node(ground: Ground) -> None:
-    smps = ground.smps(3)
-    run = run_on(smps, [[5000, 40], [900], [3000]])
+    smps, run = ground.job([[5000, 40], [900], [3000]])
     snapshot = run.protect(7)
     persist(run, snapshot)
     await_persisted(run["dp0"].client, 1)
@@ -89,8 +88,7 @@ def test_what_is_persisted_is_what_was_sealed_on_every_node(ground: Ground) -> N
 
 
 def test_a_snapshot_is_held_while_it_is_written_and_no_slot_is_missing(ground: Ground) -> None:
-    smp = ground.smp(rules=[("persist.middle", 1)])
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]], rules={0: [("persist.middle", 1)]})
     first = run.protect(1)
     persist(run, first)
     held = ground.points.wait(smp.name, "persist.middle", 1)
@@ -120,8 +118,7 @@ def test_an_order_that_does_not_fit_is_refused(ground: Ground) -> None:
 
 
 def test_half_of_a_snapshot_is_none_and_is_swept_up_when_a_newer_one_is_whole(ground: Ground) -> None:
-    smps = ground.smps(2, rules={1: [("persist.middle", 1)]})
-    run = run_on(smps, [[3000], [3000]])
+    smps, run = ground.job([[3000], [3000]], rules={1: [("persist.middle", 1)]})
     first = run.protect(1)
     persist(run, first)
     ground.points.wait("node1", "persist.middle", 1)
@@ -143,8 +140,7 @@ def test_half_of_a_snapshot_is_none_and_is_swept_up_when_a_newer_one_is_whole(gr
 
 
 def test_memory_is_bounded_however_large_the_shard_is(ground: Ground) -> None:
-    smp = ground.smp(rules=[("persist.middle", 1), ("persist.done", 1)])
-    run = run_on([smp], [[24_000_000]])
+    [smp], run = ground.job([[24_000_000]], rules={0: [("persist.middle", 1), ("persist.done", 1)]})
     assert run["dp0"].form.total_bytes > 100e6
     snapshot = run.protect(1)
     before = anonymous(smp)
@@ -163,13 +159,11 @@ def anonymous(smp: SmpProcess) -> int:
 
 
 def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Ground) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     snapshot = run.protect(1)
     persist(run, snapshot)
     await_persisted(run["dp0"].client, 1)
-    smp.lose()
-    smp.launch().wait_ready()
+    smp.lose().launch().wait_ready()
     client = run["dp0"].client
     client.reconnect()
     client.join(2)
@@ -177,8 +171,7 @@ def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Gr
     shard = client.recover(sources, "dp0")
     assert (bytes(shard.view), shard.how) == (run["dp0"].image(snapshot), "persisted")
     assert client.recover(sources, "dp0").how == "held"
-    smp.lose()
-    smp.launch().wait_ready()
+    smp.lose().launch().wait_ready()
     client.reconnect()
     client.join(2)
     file = ground.base / "place" / folder(JOB, UNNAMED.id, snapshot) / shard_name("dp0")
@@ -189,8 +182,7 @@ def test_a_shard_comes_back_from_the_place_and_a_damaged_one_does_not(ground: Gr
 
 
 def test_a_damaged_unit_that_is_held_comes_back_from_the_place(ground: Ground) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     snapshot = run.protect(1)
     persist(run, snapshot)
     client = run["dp0"].client
