@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,8 @@ from holdfast.planner.rates import NodeRates
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, load
 from holdfast.smp_daemon.shared.errors import HoldfastError
 from tests.access_kit import needs_openssl
+from tests.scripts import completed, started
+from tests.smp_kit import read_line
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"cpu_model": "Some CPU", "cores": 2, "memory_bytes": 1 << 34, "kernel": "6.1"}
@@ -75,15 +75,11 @@ def report(**changes: Any) -> NodeReport:
 
 def test_it_measures_itself_against_a_checkout_and_writes_json_and_markdown(tmp_path: Path) -> None:
     kept, written = tmp_path / "node.md", tmp_path / "node.json"
-    done = subprocess.run(
+    done = completed(
         [
             *(sys.executable, "-m", "benchmarks.node", "--quick", "--against", str(ROOT)),
             *("--json", str(written), "--markdown", str(kept)),
         ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
@@ -232,13 +228,8 @@ def test_processor_time_of_another_process_is_that_of_all_its_threads() -> None:
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
         "print(time.process_time(), flush=True); input()"
     )
-    with ExitStack() as stack:
-        process = stack.enter_context(
-            subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        assert process.stdin is not None and process.stdout is not None
-        stack.callback(process.stdin.close)
-        said = float(process.stdout.readline())
+    with started([sys.executable, "-c", code]) as process:
+        said = float(read_line(process.stdout))
         found = cpu_seconds(process.pid)
         assert 0.2 <= said <= found < said + 0.1
         assert time.process_time() == pytest.approx(cpu_seconds(os.getpid()), abs=0.05)
