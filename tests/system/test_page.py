@@ -70,12 +70,10 @@ def been_through(ground: Ground) -> SmpProcess:
     ]
     for process in dying:
         process.wait(DEADLINE_S)
-    smps[1].lose()
-    smps[1].launch().wait_ready()
+    smps[1].lose().launch().wait_ready()
     after = Run([Trainer(smp, f"dp{rank}", 300_000) for rank, smp in enumerate(smps)], protect="2+2")
-    plan = after.plan(*(trainer.client.inventory() for trainer in after))
-    for trainer in after:
-        trainer.client.join(2)
+    plan = after.plan()
+    after.join(2)
     for trainer in after:
         trainer.recover(plan)
     after.start(2)
