@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -123,12 +123,8 @@ def statuses_meanwhile(smps: list[SmpProcess]) -> Iterator[None]:
 @contextmanager
 def answered_meanwhile(smps: list[SmpProcess]) -> Iterator[None]:
     """Meanwhile a step of the first node does, too."""
-    client = SmpClient(smps[0].arena, JOB)
-    try:
-        with statuses_meanwhile(smps), in_time(client.inventory, STEP_S):
-            yield
-    finally:
-        client.close()
+    with closing(SmpClient(smps[0].arena, JOB)) as client, statuses_meanwhile(smps), in_time(client.inventory, STEP_S):
+        yield
 
 
 def trainers_on(smps: list[SmpProcess], elements: int) -> Run:
@@ -174,12 +170,10 @@ def live_through_it(ground: Ground, smps: list[SmpProcess]) -> None:
     smps[0].restart()  # killed, with all that it holds
     assert time.monotonic() - began < empty_s + SERVES_S
 
-    smps[1].lose()
-    smps[1].launch().wait_ready()
+    smps[1].lose().launch().wait_ready()
     again = trainers_on(smps, elements)
-    for trainer in again:
-        trainer.client.join(2)
-    plan = again.plan(*[trainer.client.inventory() for trainer in again])
+    again.join(2)
+    plan = again.plan()
     assert plan.snapshot == run.protected
     with answered_meanwhile([smps[0], smps[2]]):  # what was lost is computed
         recovered = again["dp1"].recover(plan)
