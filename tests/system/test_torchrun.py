@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 from holdfast.snapshot.connect import warn_of_stale_store
+from tests.scripts import completed
 
 pytestmark = pytest.mark.cluster
 
@@ -63,9 +64,7 @@ def torchrun(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
     script.write_text(SCRIPT)
     (tmp_path / how).mkdir()
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    return subprocess.run(
-        [*launch, str(script), how, str(tmp_path / how)], capture_output=True, text=True, timeout=180, check=False
-    )
+    return completed([*launch, str(script), how, str(tmp_path / how)], timeout=180)
 
 
 def results(tmp_path: Path, how: str) -> list[list[str]]:
