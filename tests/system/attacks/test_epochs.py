@@ -9,7 +9,6 @@ import inspect
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl, Tr
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.versions import spoken
 from tests.deadlines import DEADLINE_S
+from tests.scripts import started
 from tests.smp_kit import JOB, SmpProcess, playground, read_line
 from tests.system.attacks.victim import Victim, ask, ask_control
 
@@ -47,7 +47,7 @@ class Zombie:
     def __init__(self, victim: Victim) -> None:
         self.victim = victim
         run = victim.run
-        self.plan = run.plan(*(trainer.client.inventory() for trainer in run))
+        self.plan = run.plan()
         self.layout = to_plain(run.layout)
         self.old = SnapshotId(1, 2)
         self.mapped = run["dp0"].write(self.old, run.kept, run.protected)
@@ -302,31 +302,17 @@ def test_a_trainer_that_was_stopped_and_goes_on_writes_nothing(zombie: Zombie, w
     run, smp = victim.run, victim.smp
     old = run.epoch
     kept = json.dumps(list(run.protected or ()))
-    process = subprocess.Popen(
-        [sys.executable, "-c", ZOMBIE, str(smp.arena), JOB, str(old), kept, when],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    try:
-        assert process.stdout is not None and process.stdin is not None
+    command = [sys.executable, "-c", ZOMBIE, str(smp.arena), JOB, str(old), kept, when]
+    with started(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}) as process:
         assert read_line(process.stdout) == "stopped\n"
         process.send_signal(signal.SIGSTOP)
         run.start(old + 1)
         run.protect(11)
         before = held(smp)
         process.send_signal(signal.SIGCONT)
-        process.stdin.write("go on\n")
-        process.stdin.flush()
+        print("go on", file=process.stdin, flush=True)
         assert set(json.loads(read_line(process.stdout)).values()) == {STALE}
         assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
     assert held(smp) == before
     assert Board(smp.arena / "board").paused_for(time.monotonic()) == 0
     run.start(2 + old)  # the other tests of this module only need a job that works
