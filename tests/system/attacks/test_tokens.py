@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import JOB, SmpProcess, playground, run_on
-from tests.system.attacks.victim import HELD, dial, frame, say_control
+from tests.system.attacks.victim import HELD, dial, frame, say_control, tell
 
 GUESSES = 24
 HELLO_BYTES = len(MAGIC) + NAME_BYTES
@@ -52,7 +52,7 @@ class Guarded:
             stream = connect(self.smps[0].bulk, 10.0, JOB)
             assert "bytes" in call(stream, HELD)[0]
             stream.close()
-        plan = self.run.plan(*(trainer.client.inventory() for trainer in self.run))
+        plan = self.run.plan()
         for trainer in self.run:
             assert trainer.recover(plan).view == trainer.image(self.snapshot)
 
@@ -88,11 +88,7 @@ def test_guesses_are_wrong_slow_and_logged_once(guarded: Guarded) -> None:
 
 @pytest.mark.proves("other-hosts")
 def test_messages_without_a_token_are_not_read(guarded: Guarded) -> None:
-    with dial(guarded.smps[0].bulk) as sock:
-        sock.sendall(frame(b'{"op":"shard","job":"testrun"}') + bytes(1 << 12))
-        heard = b""
-        while more := sock.recv(1 << 16):
-            heard += more
+    heard = tell(guarded.smps[0].bulk, frame(b'{"op":"shard","job":"testrun"}') + bytes(1 << 12), end=False)
     assert heard.startswith(MAGIC) and len(heard) == HELLO_BYTES, "a name of its own, and the end"
 
 
@@ -156,11 +152,7 @@ def test_a_handshake_that_was_overheard_opens_nothing(guarded: Guarded) -> None:
     said = overhear(guarded)
     assert guarded.environment and current().token not in said["client"] + said["server"], "the token is not sent"
     for smp in guarded.smps:
-        with dial(smp.bulk) as sock:
-            sock.sendall(said["client"] + frame(b'{"op":"shard","job":"testrun"}'))
-            heard = b""
-            while more := sock.recv(1 << 16):
-                heard += more
+        heard = tell(smp.bulk, said["client"] + frame(b'{"op":"shard","job":"testrun"}'), end=False)
         assert len(heard) == HELLO_BYTES, "a name of its own, and the end"
 
 
@@ -187,13 +179,7 @@ ODD = (MAGIC, MAGIC + bytes(32), MAGIC + bytes(104), b"HFA1" + bytes(104), b"\x1
 
 @pytest.mark.parametrize("hello", ODD)
 def test_odd_handshakes_end(guarded: Guarded, hello: bytes) -> None:
-    with dial(guarded.smps[0].bulk) as sock:
-        sock.sendall(hello)
-        sock.shutdown(socket.SHUT_WR)
-        heard = b""
-        while more := sock.recv(1 << 16):
-            heard += more
-    assert len(heard) == HELLO_BYTES
+    assert len(tell(guarded.smps[0].bulk, hello)) == HELLO_BYTES
 
 
 @pytest.mark.parametrize("sign", [b"", bytes(104), bytes(103), bytes(4096), b"\x17" * 104])
