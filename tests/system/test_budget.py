@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -27,7 +29,8 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.pool import SlotPool
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, memory_of, run_on
+from tests.scripts import started
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer, memory_of, read_line, run_on
 from tests.system.test_arena import PAGE, TAG, at, crash, hold
 
 ROOM = 64 * PAGE
@@ -325,28 +328,18 @@ sys.stdin.read()
 """
 
 
-class writing_trainer:
-    """A process in the middle of writing a slot, which is killed at the end of the block."""
-
-    def __init__(self, smp: SmpProcess, epoch: int) -> None:
-        self._command = [sys.executable, "-c", TRAINER, str(smp.arena), smp.job, str(epoch)]
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "writing\n"
-        return self.process
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=DEADLINE_S)
+@contextmanager
+def writing_trainer(smp: SmpProcess, epoch: int) -> Iterator[subprocess.Popen[str]]:
+    """A process in the middle of writing a slot."""
+    with started([sys.executable, "-c", TRAINER, str(smp.arena), smp.job, str(epoch)]) as process:
+        assert read_line(process.stdout) == "writing\n"
+        yield process
 
 
 @pytest.mark.parametrize("memory", ["0", "1MB"])
 def test_whoever_is_killed_nothing_leaks(ground: Ground, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_MEMORY", memory)
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     snapshot = run.protect(1)
     before = memory_of(smp.arena)
     if memory == "1MB":
@@ -397,8 +390,7 @@ def flags_of(pid: int, arena: Path) -> dict[str, set[str]]:
 
 
 def test_no_core_dump_holds_any_of_it(ground: Ground) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     run.protect(1)
     for pid in (smp.process.pid, os.getpid()):
         mapped = flags_of(pid, smp.arena)
