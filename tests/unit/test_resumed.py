@@ -34,6 +34,8 @@ from tests.unit.test_beginning import (
 )
 from tests.unit.test_state import Toy, toy
 
+pytestmark = pytest.mark.usefixtures("arena")
+
 # ------------------------------------------------------------------ what is noticed
 
 
@@ -58,31 +60,22 @@ def live(adapter: Toy, name: str) -> torch.Tensor:
     return tensor
 
 
-def write_in_place(tensor: torch.Tensor) -> None:
-    tensor.fill_(9)
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda tensor: tensor.fill_(9),
+    "through data": lambda tensor: tensor.data.fill_(9),
+    "other memory": lambda tensor: setattr(tensor, "data", torch.full_like(tensor, 9)),
+    "another order": lambda tensor: setattr(
+        tensor, "data", tensor.data.t() if tensor.dim() > 1 else tensor.data.flip(0) + 1
+    ),
+    "another type": lambda tensor: setattr(tensor, "data", tensor.data.double()),
+}
 
 
-def write_through_data(tensor: torch.Tensor) -> None:
-    tensor.data.fill_(9)
-
-
-def give_other_memory(tensor: torch.Tensor) -> None:
-    tensor.data = torch.full_like(tensor, 9)
-
-
-def transpose(tensor: torch.Tensor) -> None:
-    tensor.data = tensor.data.t() if tensor.dim() > 1 else tensor.data.flip(0) + 1
-
-
-def cast(tensor: torch.Tensor) -> None:
-    tensor.data = tensor.data.double()
-
-
-@pytest.mark.parametrize("change", [write_in_place, write_through_data, give_other_memory, transpose, cast])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("name", ["model.weight", "model.mean", "model.base"])
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_tensor_that_is_not_what_was_restored_is_named(
-    change: Callable[[torch.Tensor], None], name: str, declared: bool
+    change: Callable[[torch.Tensor], object], name: str, declared: bool
 ) -> None:
     adapter = toy()
     made = resumed(adapter, declared=declared)
@@ -90,32 +83,22 @@ def test_a_tensor_that_is_not_what_was_restored_is_named(
     assert named(made, declared=declared) == name
 
 
-def replace(adapter: Toy) -> None:
-    adapter.live[0] = LiveTensor("model.weight", torch.full((2, 3), 9.0), Change.STEP)
-
-
-def remove(adapter: Toy) -> None:
-    del adapter.live[0]
-
-
-def rename(adapter: Toy) -> None:
-    adapter.live[0] = LiveTensor("model.other", adapter.live[0].tensor, Change.STEP)
-
-
-def add(adapter: Toy) -> None:
-    adapter.live.append(LiveTensor("model.more", torch.zeros(1), Change.STEP))
+def put(adapter: Toy, name: str, tensor: torch.Tensor) -> None:
+    """Put another tensor, or another name, in the first one's place."""
+    adapter.live[0] = LiveTensor(name, tensor, Change.STEP)
 
 
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        (replace, "model.weight"),
-        (remove, "model.weight"),
-        (rename, "model.other, model.weight"),
-        (add, "model.more"),
+        (lambda adapter: put(adapter, "model.weight", torch.full((2, 3), 9.0)), "model.weight"),
+        (lambda adapter: adapter.live.pop(0), "model.weight"),
+        (lambda adapter: put(adapter, "model.other", adapter.live[0].tensor), "model.other, model.weight"),
+        (lambda adapter: adapter.live.append(LiveTensor("model.more", torch.zeros(1), Change.STEP)), "model.more"),
     ],
+    ids=["replaced", "removed", "renamed", "added"],
 )
-def test_tensors_that_come_and_go_are_named(change: Callable[[Toy], None], names: str) -> None:
+def test_tensors_that_come_and_go_are_named(change: Callable[[Toy], object], names: str) -> None:
     """As when a state is loaded by assignment, and the tensors found first are unchanged."""
     adapter = toy()
     made = resumed(adapter)
@@ -297,7 +280,6 @@ def average_buffers(job: Job) -> None:
         job.model(job.held_out)
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize(
     ("initialise", "then", "name"),
     [
@@ -317,18 +299,15 @@ def draw(job: Job) -> None:
     np.random.random(3)
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.proves("start-up-may-draw")
 def test_whatever_start_up_draws_a_loop_that_says_where_its_steps_begin_is_exact() -> None:
     trial(initialising(draw, counted), Dropping)
 
 
-@pytest.mark.usefixtures("arena")
 def test_an_evaluation_before_the_first_step_is_no_change() -> None:
     trial(initialising(in_eval_mode))
 
 
-@pytest.mark.usefixtures("arena")
 def test_who_accepts_the_drift_goes_on_and_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,7 +318,6 @@ def test_who_accepts_the_drift_goes_on_and_is_warned(
     assert "scheduler.0.last_epoch" in said[0].getMessage()
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("value", ["yes", "1", "Accept"])
 def test_any_other_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(ENV, value)
@@ -347,9 +325,12 @@ def test_any_other_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch, value
         Job().hook()
 
 
-@pytest.mark.usefixtures("arena")
 def test_only_the_first_step_is_compared() -> None:
-    trial(looping(before=lambda job: (fill_weights(job), torch.rand(1)), at=[5]))
+    def refill(job: Job) -> None:
+        fill_weights(job)
+        torch.rand(1)
+
+    trial(looping(before=refill, at=[5]))
 
 
 # ------------------------------------------------------------------ a batch that was read before entering
@@ -373,13 +354,11 @@ class Ahead(Job):
         loss.backward()
 
 
-@pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_batch_that_was_read_before_entering_is_refused(declared: bool) -> None:
     assert "given another batch" in refused(looping(Ahead.forward, declared=declared), Ahead)
 
 
-@pytest.mark.usefixtures("arena")
 def test_who_accepts_another_batch_is_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(ENV, "accept")
     goes_on(looping(Ahead.forward, declared=True), Ahead)
@@ -394,12 +373,10 @@ def two_micro_batches(job: Job) -> None:
         job.backward()
 
 
-@pytest.mark.usefixtures("arena")
 def test_the_batches_of_a_step_are_what_they_were() -> None:
     trial(looping(two_micro_batches, declared=True))
 
 
-@pytest.mark.usefixtures("arena")
 def test_who_seals_before_the_first_forward_is_told_at_the_restart_that_its_batch_is_not_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -438,7 +415,6 @@ def streaming(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
             break
 
 
-@pytest.mark.usefixtures("arena")
 def test_data_that_need_not_be_the_same_may_be_other_data() -> None:
     goes_on(streaming)
 
@@ -459,7 +435,6 @@ def freezing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-@pytest.mark.usefixtures("arena")
 def test_where_there_was_a_gradient_of_zeros_there_is_one_again() -> None:
     trial(freezing, Stale)
 
@@ -483,7 +458,6 @@ def closing(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     assert yielded
 
 
-@pytest.mark.usefixtures("arena")
 def test_a_batch_that_was_read_before_entering_is_refused_where_forward_runs_in_a_closure() -> None:
     torch.manual_seed(0)
     life(closing, Ahead(), STOP + 1)
