@@ -17,7 +17,8 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.processes import HOME, own_command, own_environment
 from holdfast.smp_daemon.shared.spawn import start_smp
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, playground
+from tests.scripts import completed, started
+from tests.smp_kit import JOB, Ground, playground, read_line
 from tests.system.test_architecture import MODULES, ROOT, parsed
 
 DISTRIBUTION = "holdfast-train"
@@ -65,21 +66,14 @@ def test_an_smp_started_by_the_command_in_the_foreground_runs_nothing_from_there
     base = ground.base / "arenas"
     command = [sys.executable, "-P", "-m", "holdfast.cli", "smp", "start", "--job", JOB, "--arena", str(base)]
     command += ["--host", ground.host()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert "ready" in process.stdout.readline()
+    with started(command) as process:
+        assert "ready" in read_line(process.stdout)
         assert ran(trap) == []
-    finally:
-        process.kill()
-        process.communicate(timeout=DEADLINE_S)
 
 
 def run_in(folder: Path, environment: dict[str, str], code: str) -> str:
     """What a Python prints that runs `code` in `folder`, as a trainer does."""
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = completed([sys.executable, "-S", "-c", code], cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
