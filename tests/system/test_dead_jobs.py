@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.smp_daemon.ops.overview import Overview, look
 from tests.deadlines import DEADLINE_S
+from tests.scripts import completed
 from tests.smp_kit import JOB, Ground, SmpProcess, run_on
 from tests.system.test_regroup import finish, leave, started
 from tools.alerts.record import EVERY_S, FAULT_AT, RECORDINGS, SCENES, shorten
@@ -62,8 +62,7 @@ def test_trainers_that_are_gone_are_missed(ground: Ground, capsys: pytest.Captur
 
 
 def test_a_successor_misses_trainers_that_went_before_it_came(ground: Ground) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     run.protect(1)
     leave(run)
     smp.restart()
@@ -160,9 +159,7 @@ def test_each_fault_alerts_as_it_should(tmp_path: Path) -> None:
     tests = {"rule_files": [str(ALERTS)], "evaluation_interval": f"{EVERY_S}s", "tests": plays}
     file = tmp_path / "tests.yml"
     file.write_text(json.dumps(tests))  # JSON is also YAML
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = completed(["promtool", "test", "rules", str(file)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -215,9 +212,7 @@ def play(folder: Path, rules: str, alert: str, series: dict[str, int], *, fires:
     tests = {"rule_files": [str(folder / "rules.yml")], "evaluation_interval": "30s", "tests": [one]}
     file = folder / "tests.yml"
     file.write_text(json.dumps(tests))
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    done = completed(["promtool", "test", "rules", str(file)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
