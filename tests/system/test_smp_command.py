@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import read_owner
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S, await_that
+from tests.scripts import started
 from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
 from tests.unit.test_damage import DAMAGE
 
@@ -95,8 +95,7 @@ def arena(ground: Ground) -> Path:
 
 def test_in_the_foreground_the_process_becomes_the_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "holdfast.cli", "smp", "start", "--host", ground.host(), *QUICK]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with started(command) as process:
         assert json.loads(read_line(process.stdout))["ready"]["pid"] == process.pid
         assert smp(capsys, "status")[0] == 0
         process.send_signal(signal.SIGINT)
