@@ -7,11 +7,11 @@ import os
 import pydoc
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
+from holdfast.cli.status import gather
 from holdfast.smp_daemon.ops.metrics import exposition
-from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
@@ -36,8 +36,10 @@ from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.step.copier import Copier
-from tests.deadlines import DEADLINE_S
-from tests.smp_kit import kill_smps, suspend
+from tests.deadlines import DEADLINE_S, await_that
+from tests.scripts import completed, python, started
+from tests.smp_kit import kill_smps, mounted, read_line, suspend
+from tests.system.test_transport import Notice, noticing
 
 SCRIPT = """
 import hashlib, os, random, signal, sys
@@ -73,9 +75,7 @@ with InMemorySnapshot(model, optim, scheduler=schedule) as snap:
 
 
 def run_script(stop: int, steps: int = 12) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(stop), str(steps)], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = completed([sys.executable, "-c", SCRIPT, str(stop), str(steps)])
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode, done.stdout.splitlines()
 
@@ -94,6 +94,12 @@ def train(
         model(torch.ones(2, width)).sum().backward()
         snap.drain(drain_s)
         optim.step()
+
+
+def half_a_step(snap: InMemorySnapshot, model: torch.nn.Module) -> None:
+    """Up to the optimizer, with all snapshots so far protected."""
+    model(torch.ones(2, 4)).sum().backward()
+    assert snap.drain(60)
 
 
 def values(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -136,8 +142,7 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
         with InMemorySnapshot(model, optim) as snap:
             train(snap, model, optim, 4)
             kept = values(model, optim)
-            model(torch.ones(1, 4)).sum().backward()
-            snap.drain(60)
+            half_a_step(snap, model)
             raise ZeroDivisionError
     again, other = small()
     with InMemorySnapshot(again, other) as snap:
@@ -183,9 +188,7 @@ def test_where_the_time_of_a_run_went_is_known_across_restarts(arena: Path, capl
         assert spent.until > before.until
         assert spent.repeated > 0
         train(snap, model, optim, 6)
-        owner = read_owner(arena / "test")
-        assert owner is not None
-        overview = look("test", owner.control)
+        [(_, overview)] = gather(arena)
         assert overview.spent.again == 5 - at
         assert overview.spent.count > at
         effective, text = overview.goodput
@@ -215,7 +218,7 @@ def test_what_is_normal_is_said_only_to_those_who_ask(arena: Path, monkeypatch: 
         monkeypatch.setenv("HOLDFAST_LOG", kind)
         for stop in ("3", "-1"):
             command = [sys.executable, "-c", SCRIPT, stop, "6"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            done = completed(command)
             said.append(done.stderr.splitlines())
     assert said[:2] == [[], []]
     for line in ("a snapshot every step", "no other node", "restored step 3 .*own "):
@@ -375,19 +378,13 @@ def test_a_state_that_cannot_be_kept_is_named(arena: Path) -> None:
 
 
 def test_too_little_shared_memory_is_said_at_the_first_step(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    arena.mkdir(mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(arena)], check=True)
-    try:
+    with mounted(arena, "1m"):
         model = torch.nn.Linear(400, 400)
         optim = torch.optim.Adam(model.parameters())
         with pytest.raises(HoldfastError, match=r"needs [\d,]+ bytes .* [\d,]+ left"):
             with InMemorySnapshot(model, optim) as snap:
                 train(snap, model, optim, 1)
-    finally:
         kill_smps(arena)
-        subprocess.run(["umount", "--lazy", str(arena)], check=True)
 
 
 def test_a_missing_smp_is_said_if_none_may_be_started(arena: Path) -> None:
@@ -535,11 +532,8 @@ def test_an_operator_is_told_once_what_is_not_protected(
 
 
 def inventory(arena: Path) -> Inventory:
-    client = SmpClient(arena / "test", "test")
-    try:
+    with closing(SmpClient(arena / "test", "test")) as client:
         return client.inventory()
-    finally:
-        client.close()
 
 
 def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
@@ -555,42 +549,27 @@ def test_an_smp_that_dies_does_not_disturb_the_loop(arena: Path) -> None:
 
 def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(arena: Path) -> None:
     """The reply was still to come; it must not be taken for the reply to the next request."""
-
-    class Notice(Exception):
-        pass
-
-    def notice(number: int, frame: object) -> None:
-        raise Notice
-
     model, optim = small()
-    before = signal.signal(signal.SIGUSR1, notice)
-    try:
-        with InMemorySnapshot(model, optim) as snap:
-            train(snap, model, optim, 4)
-            model(torch.ones(1, 4)).sum().backward()
-            assert snap.drain(60)
-            smp = psutil.Process(smp_pid(arena))
-            suspend(smp.pid)
-            try:
-                with ThreadPoolExecutor(1) as threads:
-                    asked = threads.submit(_interrupt_once_asked, snap)
-                    with pytest.raises(Notice):
-                        snap._session.rank.client.inventory()
-                    asked.result(DEADLINE_S)
-            finally:
-                smp.resume()
-            train(snap, model, optim, 8)
-            assert snap.statistics.failed <= 2 and snap.statistics.failed + snap.statistics.protected == 11
-            assert snap.protected_step == snap.step - 1
-            assert smp_pid(arena) == smp.pid and snap._session.rank.client.inventory().record.ends == {}
-            kept = values(model, optim)
-            model(torch.ones(1, 4)).sum().backward()
-            assert snap.drain(60)
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with noticing(), pytest.raises(KeyboardInterrupt), InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 4)
+        half_a_step(snap, model)
+        smp = psutil.Process(smp_pid(arena))
+        suspend(smp.pid)
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                asked = threads.submit(_interrupt_once_asked, snap)
+                with pytest.raises(Notice):
+                    snap._session.rank.client.inventory()
+                asked.result(DEADLINE_S)
+        finally:
+            smp.resume()
+        train(snap, model, optim, 8)
+        assert snap.statistics.failed <= 2 and snap.statistics.failed + snap.statistics.protected == 11
+        assert snap.protected_step == snap.step - 1
+        assert smp_pid(arena) == smp.pid and snap._session.rank.client.inventory().record.ends == {}
+        kept = values(model, optim)
+        half_a_step(snap, model)
+        raise KeyboardInterrupt
     again, other = small()
     with InMemorySnapshot(again, other) as snap:
         assert snap.step == 12
@@ -613,28 +592,23 @@ with InMemorySnapshot(model, optim) as snap:
 
 
 def test_a_second_run_of_the_same_job_is_refused_while_the_first_is_at_work(arena: Path) -> None:
-    command = [sys.executable, "-c", AT_WORK]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdin is not None and first.stdout is not None
+    with started([sys.executable, "-c", AT_WORK]) as first:
 
         def step() -> str:
             print(file=first.stdin, flush=True)
-            return first.stdout.readline()  # type: ignore[union-attr]
+            return read_line(first.stdout)
 
         assert [step() for _ in range(3)] == ["1\n", "2\n", "3\n"]
         with pytest.raises(ConfigError, match=f"running .*process {first.pid} .*dp0, .*step 3"):
             InMemorySnapshot(*small()).__enter__()
         assert [step() for _ in range(3)] == ["4\n", "5\n", "6\n"], "the first one is not disturbed"
-        first.kill()
     model, optim = small()
     with InMemorySnapshot(model, optim) as snap:
         assert snap.step == 5, "the last was not drained"
 
 
 def _interrupt_once_asked(snap: InMemorySnapshot) -> None:
-    limit = time.monotonic() + 10
-    while not snap._session.rank.client._lock.locked():
-        assert time.monotonic() < limit, "nobody asked"
+    await_that(snap._session.rank.client._lock.locked)
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
@@ -734,7 +708,7 @@ with InMemorySnapshot(model, optim) as snap:
         optim.zero_grad(); model(batch).sum().backward(); snap.drain(60); optim.step()
     print(snap.step, snap.protected_step, "grpc" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python(code)
     assert done.stdout.split() == ["6", "5", "False"], done.stderr
 
 
@@ -756,7 +730,7 @@ with InMemorySnapshot(model, optim) as snap:
 if not child:
     os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = python(code)
     assert done.stdout.split() == ["6", "5", "0"], done.stderr
 
 
