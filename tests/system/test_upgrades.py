@@ -188,8 +188,7 @@ def _last_step(made: Job) -> int:
 
 
 def test_smps_refuse_each_other_on_every_path(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    smp = ground.smp()
-    run = run_on([smp], [[3000]])
+    [smp], run = ground.job([[3000]])
     run.protect(1)
     monkeypatch.setattr("holdfast.smp_daemon.shared.messages.spoken", lambda: (NEXT, AFTER))
     text = f"protocols {NEXT} to {AFTER}; .* {re.escape(RELEASE)}, which"
