@@ -48,7 +48,7 @@ from holdfast.snapshot import connect as connecting
 from holdfast.snapshot.connect import connect as connect_to_smp
 from holdfast.snapshot.connect import start_here
 from tests.deadlines import DEADLINE_S
-from tests.scripts import python
+from tests.scripts import completed, python, started
 from tests.smp_kit import (
     JOB,
     Ground,
@@ -56,6 +56,7 @@ from tests.smp_kit import (
     Trainer,
     end,
     just_before,
+    limited,
     memory_of,
     open_files,
     playground,
@@ -136,17 +137,6 @@ def the_turn(arena: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def starting(arena: Path, host: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that starts an SMP in an arena, and waits."""
-    command = [sys.executable, "-c", STARTER, str(arena), host]
-    with subprocess.Popen(command, env=os.environ | environment, stdin=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def finish(ground: Ground, arena: Path) -> None:
     """End the job as its last trainer would."""
     client = ground.keep(SmpClient(arena, JOB))
@@ -155,23 +145,11 @@ def finish(ground: Ground, arena: Path) -> None:
     client.finish(epoch)
 
 
-class starter:
+@contextlib.contextmanager
+def starter(arena: Path, host: str, before: str = "") -> Iterator[tuple[subprocess.Popen[str], Owner]]:
     """A process that has started an SMP in an arena, and is still running."""
-
-    def __init__(self, arena: Path, host: str, before: str = "") -> None:
-        self._command = [sys.executable, "-c", before + STARTER, str(arena), host]
-
-    def __enter__(self) -> starter:
-        self.process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert self.process.stdout is not None
-        self.owner = Owner(**json.loads(read_line(self.process.stdout)))
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=DEADLINE_S)
+    with started([sys.executable, "-c", before + STARTER, str(arena), host], start_new_session=True) as process:
+        yield process, Owner(**json.loads(read_line(process.stdout)))
 
 
 # ---------------------------------------------------------------------- starting
@@ -197,12 +175,12 @@ class TestADetachedSmp:
         finish(ground, arena)
 
     def test_survives_the_death_of_its_starter_and_all_of_its_group(self, ground: Ground, arena: Path) -> None:
-        with starter(arena, ground.host()) as started:
-            os.killpg(started.process.pid, signal.SIGKILL)
-            started.process.wait(DEADLINE_S)
+        with starter(arena, ground.host()) as (process, owner):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(DEADLINE_S)
         client = ground.keep(SmpClient(arena, JOB))
         assert client.inventory().node == "node0"
-        assert client.pid == started.owner.pid
+        assert client.pid == owner.pid
         finish(ground, arena)
 
     def test_says_why_it_does_not_start(self, ground: Ground, arena: Path) -> None:
@@ -261,7 +239,7 @@ class TestADetachedSmp:
         self, ground: Ground, arena: Path
     ) -> None:
         rules = ground.points.environment("node0", [("start.bound", None)])
-        with starting(arena, ground.host(), rules) as process:
+        with started([sys.executable, "-c", STARTER, str(arena), ground.host()], env=os.environ | rules) as process:
             held = ground.points.wait_any("node0", "start.bound")
             for front in psutil.Process(process.pid).children():
                 front.kill()
@@ -444,21 +422,14 @@ class TestTheReport:
             "service.Smp = fail; from holdfast.smp_daemon.__main__ import main; main()"
         )
         options = smp_options(JOB, "node0", tmp_path / "arena", "127.0.0.1")
-        done = subprocess.run(
-            [sys.executable, "-c", script, *options, "--detach"], capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        done = completed([sys.executable, "-c", script, *options, "--detach"])
         assert done.returncode == 1
         with pytest.raises(HoldfastError, match=r"cannot start.*Too many open files"):
             parse_report(done.stdout, done.stderr)
 
     def test_of_one_that_may_write_no_file_names_the_limit(self, ground: Ground, base: Path) -> None:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
-        try:
-            with pytest.raises(ArenaTooSmall, match="ulimit -f"):
-                start_smp(JOB, "node0", base / "node0", host=ground.host())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        with limited(resource.RLIMIT_FSIZE, 1024), pytest.raises(ArenaTooSmall, match="ulimit -f"):
+            start_smp(JOB, "node0", base / "node0", host=ground.host())
         assert list(base.iterdir()) == []
 
 
@@ -475,13 +446,7 @@ class TestWhatIsImported:
         assert loaded & {"grpc", "torch", "holdfast.snapshot"} == {"grpc"}
 
     def test_help_is_said_without_torch(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "smp_daemon", "--help"],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=True,
-        )
+        done = completed([sys.executable, "-X", "importtime", "-m", "smp_daemon", "--help"], check=True)
         imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
         assert "--owner-pid" in done.stdout
         assert "argparse" in imported
@@ -489,9 +454,7 @@ class TestWhatIsImported:
 
 
 def imported_by(module: str) -> set[str]:
-    code = f"import sys, {module}; print(*sys.modules)"
-    done = python(code)
-    return set(done.stdout.split())
+    return set(python(f"import sys, {module}; print(*sys.modules)").stdout.split())
 
 
 # ---------------------------------------------------------------------- leftovers
@@ -648,12 +611,9 @@ class TestGc:
     def test_as_a_command_looks_where_the_environment_says(self, ground: Ground, base: Path) -> None:
         dead_arena(ground, base / "dead")
         (base / "dead" / "smp.json").write_text("torn")
-        done = subprocess.run(
+        done = completed(
             [sys.executable, "-m", "holdfast.cli", "gc", "--older-than", "0", "--json", "-"],
             env=os.environ | {ARENA_ENV: str(base)},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
             check=True,
         )
         (found,) = json.loads(done.stdout)
@@ -729,12 +689,11 @@ class TestLeftovers:
     def test_a_process_that_got_the_pid_of_the_dead_smp_is_not_killed(self, ground: Ground, base: Path) -> None:
         dead = dead_arena(ground, base / "dead")
         owner = decode_digested((dead / "smp.json").read_bytes())
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as innocent:
+        with started([sys.executable, "-c", "input()"]) as innocent:
             write_json(dead / "smp.json", {**owner, "pid": innocent.pid})
             for leftover in find_leftovers(base):
                 remove(leftover)
             assert innocent.poll() is None
-            innocent.kill()
         assert not dead.exists()
 
     def test_a_job_that_finishes_meanwhile_is_no_leftover(self, ground: Ground, base: Path) -> None:
@@ -777,16 +736,16 @@ class TestLeftovers:
 
     def test_an_smp_that_nobody_reaps_is_removed_all_the_same(self, ground: Ground, base: Path) -> None:
         """In a container whose first process is not an init, an ended orphan stays a zombie."""
-        with starter(base / "orphan", ground.host(), BAD_INIT) as bad_init:
-            assert psutil.Process(bad_init.owner.pid).ppid() == bad_init.process.pid
+        with starter(base / "orphan", ground.host(), BAD_INIT) as (bad_init, owner):
+            assert psutil.Process(owner.pid).ppid() == bad_init.pid
             (leftover,) = find_leftovers(base)
             remove(leftover)
-            assert psutil.Process(bad_init.owner.pid).status() == psutil.STATUS_ZOMBIE
+            assert psutil.Process(owner.pid).status() == psutil.STATUS_ZOMBIE
             assert not (base / "orphan").exists()
 
     def test_a_zombie_is_no_smp_that_runs(self, ground: Ground, base: Path) -> None:
-        with starter(base / "orphan", ground.host(), BAD_INIT) as bad_init:
-            end(psutil.Process(bad_init.owner.pid))
+        with starter(base / "orphan", ground.host(), BAD_INIT) as (_, owner):
+            end(psutil.Process(owner.pid))
             assert [leftover.smps for leftover in find_leftovers(base)] == [()]
 
 
@@ -801,8 +760,7 @@ def test_the_end_of_a_process_is_awaited_on_a_descriptor_above_1023() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2048:
         pytest.skip("this process may not have so many descriptors")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with limited(resource.RLIMIT_NOFILE, max(soft, 2048)), started(["sleep", "60"]) as process:
         low = os.pidfd_open(process.pid)
         high = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1500)
         try:
@@ -812,4 +770,3 @@ def test_the_end_of_a_process_is_awaited_on_a_descriptor_above_1023() -> None:
         finally:
             os.close(low)
             os.close(high)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
