@@ -30,17 +30,8 @@ from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.storage.store import Store
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, run_on
-from tests.system.test_regroup import (
-    SNAPSHOT,
-    carried_out,
-    come_back,
-    everything,
-    layout_of,
-    leave,
-    planned,
-    started,
-)
+from tests.smp_kit import JOB, Ground, Trainer
+from tests.system.test_regroup import SNAPSHOT, carried_out, come_back, everything, layout_of, leave, planned, started
 
 SLOW = pytest.mark.slow
 
@@ -191,8 +182,7 @@ class TestANodeThatIsDrained:
         assert smp.wait_end() == 0
 
     def test_asks_trainers_to_end_and_hands_over_while_they_hold_still(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000 + i] for i in range(3)], protect="2+1")
+        smps, run = ground.job([[3000 + i] for i in range(3)], protect="2+1")
         run.protect(1)
         run.protect(2)
         trainer = run["dp1"]
@@ -205,13 +195,11 @@ class TestANodeThatIsDrained:
         leave(run)
         assert draining.result(DEADLINE_S) == 0
         assert smps[1].wait_end() == 0
-        other = smps[2]
-        other.lose()
+        smps[2].lose()
         come_back(run, smps, [1, 2])
 
     def test_stays_if_the_job_starts_with_it_again(self, ground: Ground, capsys: pytest.CaptureFixture[str]) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000]] * 2)
+        _, run = ground.job([[3000]] * 2)
         run.protect(1)
         draining = ground.meanwhile(drain, ground, "node1")
         client = run["dp1"].client
@@ -222,8 +210,7 @@ class TestANodeThatIsDrained:
         assert not client.inventory().leaving
 
     def test_waits_for_the_job_to_stop_if_asked_to(self, ground: Ground) -> None:
-        smps = ground.smps(3)
-        run = run_on(smps, [[3000]] * 3, protect="2+1")
+        smps, run = ground.job([[3000]] * 3, protect="2+1")
         run.protect(1)
         run.protect(2)
         waiting = ground.meanwhile(drain, ground, "node1", "--wait")
@@ -274,7 +261,7 @@ def await_leaving(trainer: Trainer) -> None:
 class TestInTheMiddleOfADrain:
     @pytest.mark.parametrize("point", ["regroup.adopt", pytest.param("regroup.encode", marks=SLOW)])
     def test_another_may_be_lost(self, ground: Ground, point: str) -> None:
-        smps, run = _armed(ground, 5, "3+2", {3: point})
+        smps, run = started(ground, 5, "3+2", at={3: point})
         draining = ground.meanwhile(drain, ground, "node1")
         ground.points.wait("node3", point, 2)
         smps[3].lose()
@@ -286,7 +273,7 @@ class TestInTheMiddleOfADrain:
     @pytest.mark.parametrize("leaver", [pytest.param(0, marks=SLOW), 2])
     @pytest.mark.parametrize("point", [pytest.param("regroup.adopt", marks=SLOW), "regroup.encode"])
     def test_the_leaving_one_may_be_lost(self, ground: Ground, leaver: int, point: str) -> None:
-        smps, run = _armed(ground, 4, "3+1", {1: point})
+        smps, run = started(ground, 4, "3+1", at={1: point})
         draining = ground.meanwhile(drain, ground, f"node{leaver}")
         held = ground.points.wait("node1", point, 2)
         smps[leaver].lose()
@@ -296,23 +283,13 @@ class TestInTheMiddleOfADrain:
 
     @SLOW
     def test_the_one_in_charge_may_be_lost(self, ground: Ground) -> None:
-        smps, run = _armed(ground, 5, "3+1", {0: "regroup.encode"})
+        smps, run = started(ground, 5, "3+1", at={0: "regroup.encode"})
         draining = ground.meanwhile(drain, ground, "node2")
         ground.points.wait("node0", "regroup.encode", 2)
         smps[0].lose()
         assert draining.result(DEADLINE_S) == 0
         smps[2].lose()
         come_back(run, smps, [0, 2])
-
-
-def _armed(ground: Ground, nodes: int, protect: str, at: dict[int, str]) -> tuple[list[SmpProcess], Run]:
-    """Like `started`, with points on some nodes only."""
-    smps = ground.smps(nodes, rules={i: [(point, None)] for i, point in at.items()})
-    run = run_on(smps, [[3000 + i] for i in range(nodes)], protect=protect)
-    run.protect(1)
-    run.protect(2)
-    leave(run)
-    return smps, run
 
 
 class TestSigterm:
@@ -334,8 +311,7 @@ class TestSigterm:
         self, ground: Ground, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("HOLDFAST_GRACE", "1s")
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000]] * 2)
+        smps, run = ground.job([[3000]] * 2)
         snapshot = run.protect(1)
         smps[0].process.send_signal(signal.SIGTERM)
         assert smps[0].wait_end() == 0
@@ -343,8 +319,7 @@ class TestSigterm:
         assert (snapshot, "dp0") in smps[0].client().inventory().shards
 
     def test_twice_ends_it_at_once(self, ground: Ground) -> None:
-        smps = ground.smps(2)
-        run = run_on(smps, [[3000]] * 2)
+        smps, run = ground.job([[3000]] * 2)
         run.protect(1)
         smps[0].process.send_signal(signal.SIGTERM)
         await_leaving(run["dp0"])
