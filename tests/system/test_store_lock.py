@@ -27,7 +27,7 @@ from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume.arrange import Protection, arrange
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, run_on, shard_file
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, shard_file
 from tests.traced_smp import TRACE, TracedCondition, condition_for
 
 pytestmark = pytest.mark.skipif(
@@ -151,8 +151,7 @@ def trainers_on(smps: list[SmpProcess], elements: int) -> Run:
 
 
 def whole_job(ground: Ground) -> None:
-    smps = ground.smps(4)
-    run = run_on(smps, [[30_000]] * 4, protect="3+1")
+    smps, run = ground.job([[30_000]] * 4, protect="3+1")
     for step in (1, 2, 3):
         run.protect(step)
     # A trainer goes while it writes, and an SMP dies.
@@ -165,9 +164,8 @@ def whole_job(ground: Ground) -> None:
     smps[3].rules = [("receive.taken", None)]
     smps[3].launch().wait_ready()
     again = trainers_on(smps, 30_000)
-    for trainer in again:
-        trainer.client.join(2)
-    plan = again.plan(*[trainer.client.inventory() for trainer in again])
+    again.join(2)
+    plan = again.plan()
     overtaken = ground.meanwhile(again["dp3"].recover, plan)
     held = ground.points.wait_any("node3", "receive.taken")
     starting = [smp.client() for smp in smps]
@@ -182,9 +180,8 @@ def whole_job(ground: Ground) -> None:
     smps[3].rules = ()
     smps[3].launch().wait_ready()
     again = trainers_on(smps, 30_000)
-    for trainer in again:
-        trainer.client.join(4)
-    plan = again.plan(*[trainer.client.inventory() for trainer in again])
+    again.join(4)
+    plan = again.plan()
     for trainer in again:
         trainer.recover(plan)
     again.start(4)
@@ -197,7 +194,7 @@ def whole_job(ground: Ground) -> None:
     other.protect(6)
     other.protect(7)
     flip_a_byte(shard_file(smps[0], other.snapshot(7), "dp0"))
-    other["dp0"].recover(other.plan(*[trainer.client.inventory() for trainer in other]))
+    other["dp0"].recover(other.plan())
     for trainer in other:
         trainer.client.close()
     # Nodes go, one of them in good order. The rest protect themselves anew.
