@@ -14,7 +14,6 @@ import pytest
 from holdfast import ConfigError
 from holdfast.leftovers import find_leftovers, remove
 from holdfast.megatron_lm import NEEDED, check, launch, main
-from holdfast.smp_daemon.shared.spawn import find_leftovers, remove
 from tests.scripts import completed
 
 ROOT = Path(__file__).parents[2]
