@@ -267,7 +267,8 @@ def ways_out(reach: Reach) -> str:
     also = f"; or go on with {named(reach.others)} by {RUN_ENV}=ID" if reach.others else ""
     return (
         f"Bring the lost nodes or files back{also}; or give the run up by {GIVE_UP_ENV}={ids} for the next start, "
-        "which then begins anew, from a checkpoint if there is one"
+        "which then begins anew, from a checkpoint if there is one. Nothing is lost by that if the run had ended, and "
+        "this is what a node that was away has kept"
     )
 
 
