@@ -272,7 +272,6 @@ class Store:
 
     def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
         parities = set(keep) & set(with_parity)
-        self.holdings.look()
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
         self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self.arena.release(keep, before, parities)

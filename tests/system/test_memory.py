@@ -18,6 +18,10 @@ from tests.deadlines import DEADLINE_S
 from tests.sampling import sampled
 from tests.scripts import python
 
+TABLE_KIB = 1200
+"""Python's table of names, which `pathlib` fills with those of each snapshot's files and empties again, grows by 1 MB once.
+A leak of 4 kB with each snapshot is more."""
+
 STEADY = """
 import json, sys
 import psutil, torch
@@ -73,7 +77,7 @@ def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
     assert said["counts"] == {"taken": steps, "failed": 0, "skipped": 0, "protected": steps - 1}  # not yet the last
     for who, seen in zip(("trainer", "SMP"), zip(*said["seen"], strict=True), strict=True):
         early, late = ([sample[0] for sample in part] for part in (seen[200:400], seen[-200:]))
-        assert fmean(late) <= 1.01 * fmean(early), who
+        assert fmean(late) <= fmean(early) + TABLE_KIB, who
         before, after = (Counter(tuple(sample[1:]) for sample in part) for part in (seen[200:400], seen[-200:]))
         # What nearly all samples say: a thread may be at a file just then.
         assert before.most_common(1)[0][0] == after.most_common(1)[0][0], f"files and threads of the {who}"
