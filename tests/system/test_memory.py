@@ -19,8 +19,8 @@ from tests.sampling import sampled
 from tests.scripts import python
 
 TABLE_KIB = 1200
-"""Python's table of names, which `pathlib` fills with those of each snapshot's files and empties again, grows by 1 MB once.
-A leak of 4 kB with each snapshot is more."""
+"""Python's table of names, which `pathlib` fills with those of each snapshot's files and empties again, grows by 1 MB
+once. A leak of 4 kB with each snapshot is more."""
 
 STEADY = """
 import json, sys
