@@ -7,11 +7,10 @@ and `recovery.reconciler` repairs them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.rebuild import repair_units
-from holdfast.smp_daemon.shared.errors import HoldfastError, NotHeld, NotOurs, ProtocolError
+from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
@@ -80,9 +79,7 @@ def verify_adopted(store: Store, pace: Callable[[int], None]) -> None:
         pace: called with the length of each unit in bytes before it is read.
     """
     count = store.holdings.unverified_bytes
-    for key in store.holdings.unverified():
-        with suppress(NotHeld, NotOurs):  # it was released meanwhile
-            store.holdings.damaged_units(key, pace, unread=True)
+    store.holdings.verify(pace)
     if count:
         log.info("what the last SMP left is verified: %d bytes", count, extra=about(bytes=count))
 

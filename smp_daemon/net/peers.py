@@ -186,6 +186,8 @@ class PeerClient:
         request = messages.ParityDone(job=layout.job, epoch=epoch, snapshot=snapshot, tag=tag, position=position)
         for member in layout.members(group):
             if member.name != node:
+                # One for each member, which owns nothing: a member that is down holds it for its deadline at most, and
+                # nobody else meanwhile.
                 told = (member, request, failed)
                 self._network.Thread(target=self._tell, args=told, name="tell", daemon=True).start()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,8 +20,6 @@ from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     HoldfastError,
-    NotHeld,
-    NotOurs,
     ProtocolError,
     StaleEpoch,
     Unrecoverable,
@@ -202,10 +199,7 @@ class Reconciler:
         newest = max((key.snapshot for key in store.own_keys()), default=None)
         snapshots = sorted({snapshot for snapshot in (newest, store.state.protected) if snapshot is not None})
         whole = self._bring_back(snapshots, go_on)  # first what is missing, which is known without reading
-        for key in store.holdings.unverified():
-            if key.snapshot in snapshots:
-                with suppress(NotHeld, NotOurs):  # it was released meanwhile
-                    store.holdings.damaged_units(key, lambda count: go_on(), unread=True)
+        store.holdings.verify(lambda count: go_on(), snapshots)
         if not (whole and self._bring_back(snapshots, go_on)):
             return False
         failpoint("rejoin.done")

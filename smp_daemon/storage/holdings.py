@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self, overload
@@ -24,7 +24,7 @@ import numpy as np
 
 from holdfast.smp_daemon.shared.belief import Claim, believe, believe_unit, parity_part
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotHeld, ProtocolError
+from holdfast.smp_daemon.shared.errors import DamagedSnapshot, NotHeld, NotOurs, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
@@ -221,6 +221,19 @@ class Holdings:
                 except DamagedSnapshot:
                     damaged.append(index)
         return damaged
+
+    def verify(self, pace: Callable[[int], None], among: Collection[SnapshotId] | None = None) -> None:
+        """Read what a predecessor left and nobody has read since, in order of need; damage is noted. Blocks for about
+        one read of these bytes.
+
+        Args:
+            pace: as for `damaged_units`.
+            among: only of these snapshots; None: of all.
+        """
+        for key in self.unverified():
+            if among is None or key.snapshot in among:
+                with suppress(NotHeld, NotOurs):  # it was released meanwhile
+                    self.damaged_units(key, pace, unread=True)
 
     def unverified(self) -> list[Key]:
         """What a predecessor left and nobody has read completely since, in order of need: the newest first, and shards

@@ -27,7 +27,8 @@ BESIDE = (
 log = get_log(__name__)
 
 _watching: list[Steppers] = []
-"""Those of all hooks that this process has entered: what one of them captures, no other one misses."""
+"""Those of all hooks that this process has entered: what one of them captures, no other one misses. Ranks may be
+threads, each of which adds and removes its own at any time: iterate over a copy."""
 
 
 class Steppers:

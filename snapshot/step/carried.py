@@ -24,7 +24,7 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.script import PLAIN, Helper, Named, RunningValues, enters, helper_of, hooks_of, reads_on
 from holdfast.snapshot.step.syntax import Function, called_in, function_of, loops_at, root_of, sources_in
-from holdfast.snapshot.step.variables import frames_called_by_a_library, users_frames
+from holdfast.snapshot.step.variables import frames_called_by_a_library, line_for_attribute, users_frames
 
 log = get_log(__name__)
 
@@ -92,10 +92,11 @@ class CarriedVariables:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Running:
+class RunningFunction:
     """A function of the user that is running.
 
     Attributes:
+        frame: where it runs; tells one call of it from another.
         function: its source. values: of its variables.
         begun: where it was as the step began; None: it was not running, so it is called in each turn.
         within: the block around it that enters the hook.
@@ -110,7 +111,7 @@ class Running:
     turns: list[ast.For | ast.While]
 
 
-def _running(frame: FrameType, begun: int | None) -> Running | None:
+def _running(frame: FrameType, begun: int | None) -> RunningFunction | None:
     function = function_of(frame.f_code, frame.f_globals)
     if function is None:
         return None
@@ -121,10 +122,10 @@ def _running(frame: FrameType, begun: int | None) -> Running | None:
         stepped = loops_at(function, line)
         turns = [each for each in loops_at(function, begun) if each in stepped]
         turns = [each for each in turns if within is None or each.lineno >= within.lineno]
-    return Running(frame, function, values, begun, within, turns)
+    return RunningFunction(frame, function, values, begun, within, turns)
 
 
-def _carried_in(each: Running, named: Named, functions: Collection[Function]) -> Carries:
+def _carried_in(each: RunningFunction, named: Named, functions: Collection[Function]) -> Carries:
     """What a function carries. `functions`: all that are running, each of which is looked into."""
     values, turns = each.values, each.turns
     innermost = turns[-1] if turns else None
@@ -169,8 +170,7 @@ def lines_for(found: Carries) -> list[str]:
     for path in found.carried.keys() - set(loose):
         owner, _, name = path.rpartition(".")
         if owner and "[" not in name:
-            put = f'lambda value: setattr({owner}, "{name}", value)'
-            lines[f'snap.track("{name}", get=lambda: {path}, set={put})'] = None
+            lines[line_for_attribute(path)] = None
         else:
             owner, _, key = path.rpartition("[")
             name = owner.rpartition(".")[2]

@@ -190,10 +190,16 @@ class ChangingVariables:
 def _line(name: str, is_module: bool, has_state: bool) -> str:
     if has_state:
         return f'extra={{"{name}": {name}}}'
-    owner, _, attribute = name.rpartition(".")
-    put = f'lambda value: setattr({owner}, "{attribute}", value)' if owner else "..."
-    how = f"tensors={name}" if is_module else f"get=lambda: {name}, set={put}"
-    return f'snap.track("{attribute}", {how})'
+    if "." in name and not is_module:
+        return line_for_attribute(name)
+    how = f"tensors={name}" if is_module else f"get=lambda: {name}, set=..."
+    return f'snap.track("{name.rpartition(".")[2]}", {how})'
+
+
+def line_for_attribute(path: str) -> str:
+    """The line that names an attribute of an object as state."""
+    owner, _, name = path.rpartition(".")
+    return f'snap.track("{name}", get=lambda: {path}, set=lambda value: setattr({owner}, "{name}", value))'
 
 
 def _sample(value: Any, holder: Any, known: Collection[int]) -> bytes | None:
