@@ -703,7 +703,7 @@ MUTANTS: dict[str, SimMutant] = {
         "digests are not compared",
         "restored",
         (
-            (Holdings, "damaged_units", lambda self, key: []),
+            (Holdings, "damaged_units", lambda self, key, *pace, **which: []),
             ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
         ),
         _bits_flip,
