@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 Call = Callable[..., Any]
-_REPLACED = "_holdfast_replaced"
 
 
 class Replacements:
@@ -22,14 +21,9 @@ class Replacements:
         original = getattr(owner, name, None)
         if original is None:
             return False
-        original = getattr(original, _REPLACED, original)  # a run that this process has given up has left its own
-        call, is_own = make(original), name in vars(owner)
-
-        @functools.wraps(original)
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs)
-
-        setattr(stand_in, _REPLACED, original)
+        while isinstance(original, _StandIn):  # left by a run that this process has given up
+            original = original.original
+        stand_in, is_own = _StandIn(original, make(original)), name in vars(owner)
         setattr(owner, name, stand_in)
 
         def undo() -> None:
@@ -43,6 +37,18 @@ class Replacements:
         """Put everything back, unless somebody else has replaced it since. Idempotent."""
         while self._undo:
             self._undo.pop()()
+
+
+class _StandIn:
+    """Called in place of `original`."""
+
+    def __init__(self, original: Call, call: Call) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
 
 def before(do: Callable[[], object]) -> Callable[[Call], Call]:
