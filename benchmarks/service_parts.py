@@ -193,7 +193,7 @@ class Job:
         """
         self.trainers = [Trainer(self.nodes[i], f"dp{r}", length) for r, (i, length) in enumerate(self._places)]
         ranks = self.ask(op="rank")
-        inventories = list({a["rank"]["node"]: Inventory.read(a["inventory"]) for a in ranks}.values())
+        inventories = list({a["rank"]["name"]: Inventory.read(a["inventory"]) for a in ranks}.values())
         plan = plan_restore(inventories, [trainer.coord for trainer in self.trainers]) if self.epoch else None
         if (plan.snapshot if plan else None) is None and self.protected:
             raise HoldfastError(f"{self.protected} was protected, and nothing comes back")
