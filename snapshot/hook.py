@@ -103,7 +103,8 @@ class SnapshotHook:
         """Say that the next step begins: call it at the top of the loop. Returns at once.
 
         From the first call on, a step lasts from one call to the next if an optimizer stepped in between, and `step`
-        counts the calls. The first call after a restore puts the random generators back.
+        counts the calls. The first call after a restore puts the random generators back. In a loop over `steps`, whose
+        turn has begun already, it does nothing.
 
         Raises:
             StateMismatch: the first step does not begin with the state that was restored.

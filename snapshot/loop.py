@@ -93,12 +93,15 @@ class Loop:
         self._began_with = 0  # number of the forward that began the step, in a plain loop
         self._refused_at: int | None = None  # the newest step that has no snapshot because the loop was not plain in it
         self._smp_is_slow = False
+        self._is_in_turn = False  # of a loop over step numbers
         self.boundary = Boundary(adapter.optimizers(), adapter.modules(), self, adapter.scalers())
 
     # ------------------------------------------------------------------ what the loop says
 
     def begin_turn(self) -> None:
-        """A step begins, and the loop counts its turns."""
+        """See `SnapshotHook.begin`."""
+        if self._is_in_turn:
+            return
         self._declare()
         self._position.turn_begins()
         self.mark()
@@ -110,7 +113,11 @@ class Loop:
         while (turn := self._position.next_turn) < count:
             self.begin_turn()
             self._position.steps_begin()
-            yield turn
+            self._is_in_turn = True
+            try:
+                yield turn
+            finally:  # the loop may be left
+                self._is_in_turn = False
         self._position.steps_over()
 
     def data(self, source: Any, name: str, ahead: int | None, exact: bool) -> Data:

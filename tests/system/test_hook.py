@@ -855,6 +855,23 @@ def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> No
     assert state(job) == state(undisturbed)
 
 
+def test_in_a_loop_over_steps_begin_does_nothing(arena: Path) -> None:
+    model, optim = small()
+    done: list[int] = []
+    with InMemorySnapshot(model, optim, protect="none") as snap:
+        for step in snap.steps(9):
+            snap.begin()
+            train(snap, model, optim, 1)
+            done.append(step)
+            if step == 4:
+                break
+        assert done == [0, 1, 2, 3, 4]
+        snap.begin()
+        train(snap, model, optim, 1)
+        snap.begin()
+        assert snap.step == 6
+
+
 @pytest.mark.parametrize("begin", [True, False], ids=["begin", "steps"])
 def test_a_loop_that_ended_well_goes_on_with_the_turn_after_its_last(arena: Path, begin: bool) -> None:
     def turns(snap: InMemorySnapshot, until: int) -> Iterator[int]:
