@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.gpu.machine import Machine, arena, run_check
+from benchmarks.gpu.machine import Machine, arena, run_check, with_memory
 from benchmarks.service_parts import Job
 from holdfast import InMemorySnapshot
 from holdfast.smp_daemon.shared.client import RecoveredShard
@@ -38,7 +38,6 @@ Figures = dict[str, Any]
 
 ROUNDS = 5
 UNIT_BYTES = 4 << 20
-MOST_STEPS = 1_000_000
 
 CYCLES, CYCLE, QUIET = 8, 8, 4
 """A snapshot is taken every so many steps, so many times, and some steps after it nothing of it is left to do."""
@@ -128,6 +127,8 @@ def registration(machine: Machine) -> Figures:
     return {
         "s_per_gb": round(busy / count * 1e9, 3),
         "longest_launch_ms": round(1e3 * longest, 2),
+        "launches": len(gaps),
+        "over_2_ms": sum(gap > 2e-3 for gap in gaps),
         "passes": machine.dry or (busy / count * 1e9 <= 0.15 and longest <= 5e-3),
     }
 
@@ -252,16 +253,6 @@ def beside_kernels(machine: Machine) -> Figures:
     }
 
 
-def _with_memory(snap: InMemorySnapshot, count: int) -> Iterator[int]:
-    """Yield steps until memory for snapshots is reserved, and `count` steps after that."""
-    for step in snap.steps(MOST_STEPS):
-        if step > 1 and not snap._session.protecting.layouts.is_reserving:
-            count -= 1
-        yield step
-        if not count:
-            return
-
-
 def one_connection(machine: Machine) -> Figures:
     """`training` with one queue to the device for all streams, as Megatron requires."""
     return run_check("B6", machine, 105.0, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
@@ -285,7 +276,7 @@ def training(machine: Machine) -> Figures:
         before = _allocated(machine)
         hook = InMemorySnapshot(model, optimizer, job="fast", arena=base / "fast", every=CYCLE)
         with hook as snap:
-            beside = _steps(device, model, optimizer, given, _with_memory(snap, cycles * CYCLE), hook)
+            beside = _steps(device, model, optimizer, given, with_memory(snap, cycles * CYCLE), hook)
         added = _allocated(machine) - before
         alone += _steps(device, model, optimizer, given, range(CYCLE))
     copied = [i for i, step in enumerate(beside) if step.copies and i + CYCLE <= len(beside)]
@@ -318,7 +309,7 @@ def crowded(machine: Machine) -> Figures:
         alone = _steps(device, model, optimizer, given, range(steps // 4))
         hook = InMemorySnapshot(model, optimizer, job="crowded", arena=base / "crowded")
         with hook as snap:
-            beside = _steps(device, model, optimizer, given, _with_memory(snap, steps))
+            beside = _steps(device, model, optimizer, given, with_memory(snap, steps))
         again = _steps(device, model, optimizer, given, range(steps // 4))
     late, others = beside[-(steps // 2) :], [*alone, *again]
     ratio = statistics.mean(step.seconds for step in late) / statistics.mean(step.seconds for step in others)

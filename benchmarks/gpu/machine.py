@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from holdfast import InMemorySnapshot
 from holdfast.leftovers import Leftover, find_arenas, remove
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from tests.proof.device.driver import Driver
@@ -37,6 +38,8 @@ SHOWN = 5
 
 BESIDE_OTHERS = 6
 """How many times as long as on a machine with a GPU, which does nothing else, work may take in a dry run."""
+
+MOST_STEPS = 1_000_000
 
 ENDS_S = 10.0
 """How long processes of a check may take to end once they are killed: one may be within the device's driver."""
@@ -181,3 +184,13 @@ def _said(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return "unknown"
+
+
+def with_memory(snap: InMemorySnapshot, count: int) -> Iterator[int]:
+    """Yield steps until memory for snapshots is reserved, and `count` steps after that."""
+    for step in snap.steps(MOST_STEPS):
+        if step > 1 and not snap._session.protecting.layouts.is_reserving:
+            count -= 1
+        yield step
+        if not count:
+            return

@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from benchmarks.gpu.job import POINTS
-from benchmarks.gpu.machine import ROOT, Machine, arena, run_check, tests
+from benchmarks.gpu.machine import ROOT, Machine, arena, run_check, tests, with_memory
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.copy import pages
 from holdfast.snapshot.state import rng
@@ -168,13 +168,13 @@ def leaks(machine: Machine) -> Figures:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         early: Figures = {}
         with InMemorySnapshot(model, optimizer, job="leaks", arena=base / "leaks", every=1) as snap:
-            for step in snap.steps(count):
+            for turn, _ in enumerate(with_memory(snap, count)):
                 model[0].sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if step % 3 == 0:
+                if turn % 3 == 0:
                     snap.drain(DRAIN_S)
-                if step == count // 10:
+                if snap.statistics.protected >= count // 20 and not early:
                     early = _held(machine)
             late = _held(machine)
             protected = snap.statistics.protected
