@@ -179,7 +179,7 @@ class Memory:
         try:
             slot[: len(form.header)] = form.header
             write_stamp(slot, snapshot)
-            transfer.copy(place_tensors(form, tensors.items()), slot, lambda count: None)
+            transfer.copy(place_tensors(form, tensors.items()), slot, lambda count: True)
             transfer.finish()
             offset, capacity = form.record
             slot[offset : offset + capacity] = record.ljust(capacity)

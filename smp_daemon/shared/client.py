@@ -34,7 +34,7 @@ from holdfast.smp_daemon.shared.limits import (
 )
 from holdfast.smp_daemon.shared.paths import known_owner, not_private, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
-from holdfast.smp_daemon.shared.records import ShardRecord, digest, read_json, record_name
+from holdfast.smp_daemon.shared.records import ShardRecord, Unit, read_json, record_name
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.starts import Start, TrainerEnd
 from holdfast.smp_daemon.shared.system import MACHINE, System
@@ -271,10 +271,14 @@ class RecoveredShard:
                 f"{self.view.nbytes} bytes"
             )
 
-    def matches(self, unit: int) -> bool:
-        """Whether a unit still has the digest that it was sealed with. Reads the unit with the GIL released."""
-        offset = unit * self.unit_bytes
-        return digest(self.view[offset : offset + self.unit_bytes]) == self.digests[unit]
+    def unit(self, number: int) -> Unit:
+        """One of its units, and its digest."""
+        begin = number * self.unit_bytes
+        return Unit(self.view[begin : begin + self.unit_bytes], self.digests[number])
+
+    def matches(self, number: int) -> bool:
+        """Whether a unit still has its digest."""
+        return self.unit(number).matches()
 
 
 class SmpClient(SmpConnection):

@@ -11,7 +11,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -33,6 +33,17 @@ UnitBytes = Annotated[int, msgspec.Meta(ge=1)]
 def digest(data: memoryview) -> int:
     """xxh3-64 of `data`."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+class Unit(NamedTuple):
+    """A unit of a slot, and the digest that it was sealed with."""
+
+    view: memoryview
+    digest: int
+
+    def matches(self) -> bool:
+        """Whether it still has its digest. Reads the unit with the GIL released."""
+        return digest(self.view) == self.digest
 
 
 def digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:

@@ -14,7 +14,9 @@ referenced until they are copied, or the caching allocator could hand their memo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -25,8 +27,9 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import some
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
-from holdfast.snapshot.copy.cuda_runtime import DeviceEvent, Runtime
+from holdfast.snapshot.copy.cuda_runtime import DEADLINE_S, DeviceEvent, Runtime
 from holdfast.snapshot.copy.engines import (
+    GROUP_BYTES,
     SAMPLE_BYTES,
     CopyEngine,
     Filling,
@@ -34,6 +37,7 @@ from holdfast.snapshot.copy.engines import (
     Sample,
     SlotTensor,
     Table,
+    Take,
     Transfer,
     address_of,
     golden,
@@ -47,7 +51,7 @@ from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 
 CHUNK_BYTES = 32 << 20
-"""Length of our longest copy, which copies of others may have to wait for; also the length of the ring's buffers."""
+"""Length of our longest copy, which copies of others may have to wait for."""
 
 BEING_TRANSFERRED = 2
 """How many buffers the ring has besides one for each thread that fills the device."""
@@ -58,6 +62,10 @@ SAMPLED = 256
 MOST_CHUNKS = 256
 """In how many parts copies of plain tensors are queued at most: a driver takes about a thousand pieces of work before
 the next call blocks, of any thread."""
+
+AHEAD, AHEAD_POLL_S = 2, 2.5e-4
+"""How many chunks, of 0.6 ms, are in a device's one queue while nobody waits for the copy, and how long to sleep before
+a look whether one is done. What training asks the device for meanwhile, such as a loss, comes behind them."""
 
 MARKS = 8
 """At how many points of a copy its progress is noticed."""
@@ -82,7 +90,7 @@ class CudaEngine:
         self.runtime = runtime
         self._pages = pages
         self.stream = runtime.own_stream("copies")
-        self.ring = Ring(runtime, self.stream, load_threads() + BEING_TRANSFERRED, CHUNK_BYTES)
+        self.ring = Ring(runtime, self.stream, load_threads() + BEING_TRANSFERRED, GROUP_BYTES)
         self._looks = runtime.own_stream("looks")
         self._samples = runtime.own_stream("samples")
         self._sampling = threading.Lock()  # guards `_samples` while one sample is queued
@@ -169,13 +177,13 @@ class CudaEngine:
         filling = CudaFilling(self)
         base = np.array([address_of(slot), 0, 0], np.uint64)
         plain = [(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in pieces if piece.is_plain]
-        with filling.taking() as take:
-            take(runs.make_runs(plain) + base)
         with self.on_stream("the load from the slot"):
+            with self.ring.loading() as loading:
+                loading.copy(runs.make_runs(plain) + base)
             for chunk in (chunk for p in pieces if not p.is_plain for chunk in chunks(p, CHUNK_BYTES)):
                 scratch = self.runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
-                with self.ring.loading() as take:
-                    take(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
+                with self.ring.loading() as loading:
+                    loading.copy(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
                 self.runtime.copy(chunk.tensor, scratch)
         filling.finish()
 
@@ -202,7 +210,7 @@ class CudaEngine:
         return remembered(self._tables, pieces, made)
 
     def queue(
-        self, table: Table, slot: memoryview, pause: Callable[[int], None], begun: DeviceEvent
+        self, table: Table, slot: memoryview, pause: Callable[[int], bool | None], begun: DeviceEvent
     ) -> Iterator[DeviceEvent]:
         """Queue the copies of all pieces on our stream, which must be the current one, after `begun`. Yields points of
         the way.
@@ -210,7 +218,8 @@ class CudaEngine:
         Nothing is paced: the copies take hardly any of the device's memory bandwidth, and are done long after this
         ends. If the device has one queue for all streams, no kernel is queued that would wait for a copy: all kernels
         that training launches after it would wait, too. So none separates the copies, and one that packs a tensor is
-        queued only when there is no copy before it. Those come first, while that takes least time.
+        queued only when there is no copy before it. Those come first, while that takes least time. Nor is the whole
+        copy queued before it has to be: transfers of training would come after it.
         """
         runtime, direct = self.runtime, self._pages.has(slot)
         base = np.array([0, address_of(slot), 0], np.uint64)
@@ -231,12 +240,31 @@ class CudaEngine:
             if runtime.one_queue:
                 runtime.wait(self.stream.record_event(), begun)
         batches = table.batches
-        together = max(1, -(-len(batches) // MOST_CHUNKS)) if direct else 1  # a batch fills a buffer of the ring
+        if runtime.one_queue:
+            batches = yield from self._queue_slowly(batches, store, pause)
+        together = max(1, -(-len(batches) // MOST_CHUNKS)) if direct else 1  # a batch is at most a buffer of the ring
         parts = [np.concatenate(batches[first : first + together]) for first in range(0, len(batches), together)]
         at_once = max(1, -(-len(parts) // MARKS))
         for first in range(0, len(parts), at_once):
             store(parts[first : first + at_once])
             yield self.stream.record_event()
+
+    def _queue_slowly(
+        self, batches: list[Runs], store: Callable[[Sequence[Runs]], None], pause: Callable[[int], bool | None]
+    ) -> Generator[DeviceEvent, None, list[Runs]]:
+        """Queue batches, with at most `AHEAD` of them before the device, until somebody waits for the copy. Returns
+        those that are left."""
+        passed: deque[DeviceEvent] = deque(maxlen=AHEAD)
+        limit = time.monotonic() + DEADLINE_S
+        for number, batch in enumerate(batches):
+            while len(passed) == AHEAD and not passed[0].query():
+                if pause(0) or time.monotonic() > limit:
+                    return batches[number:]
+                time.sleep(AHEAD_POLL_S)
+            store([batch])
+            passed.append(self.stream.record_event())
+            yield passed[-1]
+        return []
 
     def check(self, pieces: Sequence[SlotTensor]) -> None:
         """Raise `ConfigError` if a piece is on another device."""
@@ -310,7 +338,7 @@ class CudaTransfer:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], None],
+        pause: Callable[[int], bool | None],
         digests: UnitDigests | None = None,
     ) -> None:
         engine = self._engine
@@ -389,9 +417,9 @@ class CudaFilling:
             engine.stream.wait_event(before)
 
     @contextmanager
-    def taking(self) -> Iterator[Callable[[Runs], None]]:
-        with self._engine.on_stream("the load from the slot"), self._engine.ring.loading() as take:
-            yield take
+    def taking(self) -> Iterator[Take]:
+        with self._engine.on_stream("the load from the slot"), self._engine.ring.loading() as loading:
+            yield loading.take
 
     def finish(self) -> None:
         engine = self._engine

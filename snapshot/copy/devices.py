@@ -185,7 +185,7 @@ class DeviceTransfers:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], None],
+        pause: Callable[[int], bool | None],
         digests: UnitDigests | None = None,
     ) -> None:
         for engine, part, _ in self._engines.divided(pieces):

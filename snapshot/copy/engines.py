@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.priority import let_waker_go_on
+from holdfast.smp_daemon.shared.records import Unit
 from holdfast.snapshot.copy import runs
 from holdfast.snapshot.copy.runs import Runs
 from holdfast.snapshot.copy.tensors import octets, slot_tensor
@@ -72,14 +73,15 @@ class Transfer(Protocol):
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], None],
+        pause: Callable[[int], bool | None],
         digests: UnitDigests | None = None,
     ) -> None:
         """Copy pieces into the slot. On a GPU the copies may still be in progress when it returns. May be called again.
 
         Args:
             pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
-                Called with 0 where nothing is paced: then it may only raise.
+                Returns whether somebody waits for the copy. Called with 0 where nothing is paced: then it does not
+                block.
             digests: notes the digests of units that are copied whole, where that saves reading them again. Nothing
                 else may be copied into these units. Only for engines that have `digests`.
         """
@@ -111,12 +113,20 @@ class Transfer(Protocol):
         ...
 
 
-class Filling(Protocol):
-    """Fills live tensors."""
+GROUP_BYTES = 16 << 20
+"""How much of a slot, in contiguous units, a thread loads at a time. Not a fixed share: cores may differ in speed."""
 
-    def taking(self) -> AbstractContextManager[Callable[[Runs], None]]:
-        """In this block, the function that this gives copies runs of host memory into live tensors, for the thread that
-        entered it. Their sources may go when it returns. Several threads may each enter one at once."""
+Take = Callable[[Sequence[tuple[Unit, Runs]]], list[bool]]
+"""Takes units, and the runs of each into live tensors. Copies the runs of those that have their digest; returns which
+have. Together they are best `GROUP_BYTES` long."""
+
+
+class Filling(Protocol):
+    """Fills live tensors from units, each of which is checked before anything of it gets there."""
+
+    def taking(self) -> AbstractContextManager[Take]:
+        """In this block, the thread that entered it may call the function that this gives. The unit may go when that
+        returns. Several threads may each enter one at once."""
         ...
 
     def finish(self) -> None:
@@ -252,7 +262,7 @@ class CpuEngine:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], None],
+        pause: Callable[[int], bool | None],
         digests: UnitDigests | None = None,
     ) -> None:
         unit_bytes = None if digests is None else digests.unit_bytes
@@ -289,8 +299,8 @@ class CpuEngine:
     def fill(self) -> Filling:
         return self
 
-    def taking(self) -> AbstractContextManager[Callable[[Runs], None]]:
-        return nullcontext(runs.copy)
+    def taking(self) -> AbstractContextManager[Take]:
+        return nullcontext(_take)
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
         rows = [(address_of(slot) + p.offset, p.tensor.data_ptr(), p.bytes) for p in pieces if p.is_plain]
@@ -439,6 +449,16 @@ def remembered(
 def _table_of(rows: Sequence[Sequence[int]], width: int, filler: int) -> NDArray[np.int64]:
     """Rows padded with `filler` to one width."""
     return np.array([[*row, *[filler] * (width - len(row))] for row in rows], np.int64).reshape(len(rows), width)
+
+
+def _take(units: Sequence[tuple[Unit, Runs]]) -> list[bool]:
+    """See `Take`. Each copy reads from this core's cache what was digested just before."""
+    found = []
+    for unit, table in units:
+        found.append(unit.matches())
+        if found[-1]:
+            runs.copy(table)
+    return found
 
 
 def address_of(slot: memoryview) -> int:

@@ -6,7 +6,7 @@ that the copy is also done in a step that is shorter than most. A copy that is s
 is not delayed further. After half of the window, and once anybody waits for the copy, nothing delays it.
 
 Copies from a GPU are not paced: they are only queued here, long before they are done, and this process does not see how
-long a step takes on the device.
+long a step takes on the device. Where it has one queue, they are not all queued before anybody waits for them.
 """
 
 from __future__ import annotations
@@ -140,13 +140,17 @@ class Pace:
         copy_s = None if slow is None else slow * total_bytes
         self._copy = _Copy(total_bytes, self._boundary_s, plan(self._window_s, copy_s))
 
-    def wait(self, count: int) -> None:
-        """Block until the next batch, of `count` bytes, may be copied."""
+    def wait(self, count: int) -> bool:
+        """Block until the next batch, of `count` bytes, may be copied; 0: not at all. Returns whether somebody waits
+        for the copy."""
+        if not count:
+            return self._needed.is_set()
         copy = self._copy
         copy.measure(self._clock())
         self._hold(self._needed, copy.due_s())
         self._hold(self._quiet, min(self._comm_until_s, copy.boundary_s + copy.spread_s))
         copy.release(count, self._clock())
+        return self._needed.is_set()
 
     def _hold(self, event: threading.Event, until_s: float) -> None:
         left_s = until_s - self._clock()

@@ -1,7 +1,7 @@
 """Loads a slot that has not been checked yet: digests and copies in one pass over memory, on several threads.
 
-One thread digests a unit and then copies it, so that the copy, to a live tensor or to a buffer for a device, reads from
-that core's cache. Both release the GIL. A damaged unit is never copied.
+One thread digests a unit and copies it, to live tensors or to a buffer for a device. Both release the GIL. Nothing of a
+damaged unit gets to a live tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.engines import CopyEngine, Filling, SlotTensor, load_threads
-
-GROUP_BYTES = 32 << 20
-"""How much of a slot, in contiguous units, a thread takes at a time. Not a fixed share: cores may differ in speed."""
+from holdfast.snapshot.copy.engines import GROUP_BYTES, CopyEngine, Filling, SlotTensor, Take, load_threads
 
 Repair = Callable[[list[int]], object]
 """Repairs the units with these indices, which ascend, in place; blocks. See `SmpClient.recover`."""
@@ -110,26 +107,28 @@ class _Loading:
     def take(self, units: Sequence[int]) -> list[int]:
         """Check units, which ascend, and copy those that match. Returns the others."""
         threads = load_threads()
-        with self._system.Pool(threads, "load") as pool:
-            return [bad for some in pool.map(self._work, self._groups(units, threads)) for bad in some]
-
-    def _groups(self, units: Sequence[int], threads: int) -> Iterator[Sequence[int]]:
         size = max(1, min(GROUP_BYTES // self._shard.unit_bytes, -(-len(units) // threads)))
-        return (units[first : first + size] for first in range(0, len(units), size))
+        groups = iter(
+            [units[first : first + size] for first in range(0, len(units), size)]
+        )  # each thread takes the next
+        with self._system.Pool(threads, "load") as pool:
+            return sorted(bad for some in pool.map(self._work, [groups] * threads) for bad in some)
 
-    def _work(self, units: Sequence[int]) -> list[int]:
+    def _work(self, groups: Iterator[Sequence[int]]) -> list[int]:
         with ExitStack() as stack:
             takers = [(stack.enter_context(fill.taking()), parts, rows) for fill, parts, rows in self._filled]
-            bad = []
-            for unit in units:
-                if not self._shard.matches(unit):
-                    bad.append(unit)
-                    continue
-                for take, parts, rows in takers:
-                    begin, end = rows[unit : unit + 2]
-                    if begin < end:
-                        take(parts[begin:end])
-            return bad
+            return [bad for units in groups for bad in self._take(units, takers)]
+
+    def _take(self, units: Sequence[int], takers: Sequence[tuple[Take, runs.Runs, list[int]]]) -> set[int]:
+        """The units of a group that do not match. Those that hold pieces of several engines are checked by each."""
+        bad: set[int] = set()
+        rest = set(units)
+        for take, parts, rows in takers:
+            held = [unit for unit in units if rows[unit] < rows[unit + 1]]
+            rest.difference_update(held)
+            whole = take([(self._shard.unit(unit), parts[rows[unit] : rows[unit + 1]]) for unit in held])
+            bad.update(unit for unit, is_whole in zip(held, whole, strict=True) if not is_whole)
+        return bad | {unit for unit in rest if not self._shard.matches(unit)}
 
 
 def _make_whole(loading: _Loading, bad: list[int], repair: Repair) -> None:

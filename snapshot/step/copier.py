@@ -246,10 +246,9 @@ class Copier:
         slot[: len(form.header)] = form.header
         write_stamp(slot, copy.snapshot)
 
-        def pause(count: int) -> None:
+        def pause(count: int) -> bool:
             copy.check()
-            if count:
-                self._pace.wait(count)
+            return self._pace.wait(count)
 
         live = copy.read()
         self._pace.begin(live.bytes)
@@ -261,7 +260,7 @@ class Copier:
             live.witness.look(transfer)
         transfer.guard()
         copy.leave_live()
-        transfer.copy(copy.order.ready, slot, lambda count: None)
+        transfer.copy(copy.order.ready, slot, lambda count: True)
         failpoint("copy.done", step)
         copy.check()
         transfer.finish()

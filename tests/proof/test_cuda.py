@@ -19,17 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, StaleEpoch
+from holdfast.smp_daemon.shared.records import Unit, digest
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import CudaEngine, chunks
 from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Table, Transfer, load_threads
+from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Table, Transfer, address_of, load_threads
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import flat, leaf_of
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from tests.deadlines import DEADLINE_S
 from tests.proof.device import standin
-from tests.proof.device.queues import EAGER, LAZY
+from tests.proof.device.queues import EAGER, LAZY, DeviceQueueEvent
 from tests.proof.device.standin import EmulatedCuda, EmulatedRuntime
 
 PAGE = mmap.PAGESIZE
@@ -41,6 +42,7 @@ ORDERS = [LAZY, EAGER, 1, 2, 3]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(cuda, "GROUP_BYTES", CHUNK)
     monkeypatch.setattr(cuda, "REGISTER_BYTES", RANGE)
     monkeypatch.setattr(pages, "REGISTER_BYTES", RANGE)
     monkeypatch.setattr(standin, "STUCK_S", 0.01)
@@ -80,8 +82,8 @@ def prepared(engine: CudaEngine, *slots: memoryview) -> memoryview:
     return slots[0]
 
 
-def no_pause(count: int) -> None:
-    pass
+def no_pause(count: int) -> bool:
+    return True
 
 
 def place(*tensors: torch.Tensor, at: int = 64) -> list[SlotTensor]:
@@ -216,22 +218,29 @@ def test_several_threads_fill_a_device_from_memory_that_it_does_not_know(one: Em
     source = np.frombuffer(random.Random(3).randbytes(live.nbytes), np.uint8).copy()
     live.fill_(9)
     fill = engine.fill()
-    parts = [(source.ctypes.data + at, live.data_ptr() + at, 700) for at in range(0, live.nbytes, 700)]
-    parts[-1] = (*parts[-1][:2], live.nbytes - (parts[-1][1] - live.data_ptr()))
-    table = runs.make_runs(parts)
+    starts = range(0, live.nbytes, 300)
+    taken: list[bool] = []
 
     def work(first: int) -> None:
         with fill.taking() as take:
-            for part in np.array_split(table[first::5], 7):
-                take(part)
+            for some in (starts[first::5][i : i + 3] for i in range(0, len(starts), 3)):
+                units = []
+                for at in some:
+                    part = source[at : at + 300].data
+                    table = runs.make_runs([(address_of(part), live.data_ptr() + at, part.nbytes)])
+                    units.append((Unit(part, digest(part) ^ (at == damaged)), table))
+                taken.extend(take(units))
 
+    damaged = starts[17]
     threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
     fill.finish()
-    assert bits(live) == source.tobytes()
+    assert taken.count(False) == 1
+    source[damaged : damaged + 300] = 9
+    assert bits(live) == source.tobytes(), "nothing of the damaged one got there"
     assert len(one.registered) <= load_threads() + cuda.BEING_TRANSFERRED
 
 
@@ -749,6 +758,29 @@ def test_with_one_queue_no_kernel_waits_for_a_copy(one: EmulatedCuda, one_queue:
     assert bool(waiting) is not one_queue
     transfer.finish()
     assert content(slot, place(*live)) == [bits(tensor) for tensor in live]
+
+
+def test_with_one_queue_few_chunks_are_queued_before_somebody_waits_for_them(
+    one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What training asks the device for comes behind them."""
+    engine = engine_on(one)
+    monkeypatch.setattr(DeviceQueueEvent, "query", lambda event: event.passed)  # the device gets nowhere
+    engine.runtime.one_queue = True
+    slot, live = prepared(engine, new_slot(20 * PAGE)), one.tensor(torch.arange(16 * PAGE) % 251).to(torch.uint8)
+    early: list[int] = []
+
+    def pause(count: int) -> bool:
+        early.append(one.copies)
+        return len(early) > 20
+
+    transfer = engine.mark()
+    before = one.copies
+    transfer.copy(place(live), slot, pause)
+    assert early[19] - before == cuda.AHEAD and one.copies - before >= 16 * PAGE // CHUNK
+    monkeypatch.undo()
+    transfer.finish()
+    assert content(slot, place(live)) == [bits(live)]
 
 
 def test_a_copy_of_many_chunks_is_queued_in_few_parts(one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.records import Unit, digest
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda_driver, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import BEING_TRANSFERRED, CudaEngine
@@ -90,7 +91,7 @@ def copied(engine: CudaEngine, *tensors: torch.Tensor) -> list[bool]:
     slot = memoryview(mmap.mmap(-1, pieces[-1].offset + pieces[-1].bytes))
     engine.prepare([slot], nullcontext)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, lambda count: None)
+    transfer.copy(pieces, slot, lambda count: True)
     transfer.guard()
     transfer.fence()
     for tensor in tensors:
@@ -204,7 +205,9 @@ def test_an_engine_is_the_first_thing_that_a_thread_makes_on_a_device(gpu: Emula
         there = gpu.empty((50,), None, torch.int64)
         filling = engine.fill()
         with filling.taking() as take:
-            take(runs.make_runs([(source.data_ptr(), there.data_ptr(), 400)]))
+            memory = source.view(torch.uint8).numpy().data
+            unit = Unit(memory, digest(memory))
+            assert take([(unit, runs.make_runs([(source.data_ptr(), there.data_ptr(), 400)]))]) == [True]
         filling.finish()
         with engine.on_stream("a test"):
             engine.ring.store(runs.make_runs([(there.data_ptr(), target.data_ptr(), 400)]))
@@ -237,7 +240,7 @@ def test_several_devices_of_one_process_each_do_their_own_work() -> None:
 
         def copy() -> None:
             engines.enter_thread()
-            transfer.copy(pieces, slot, lambda count: None)
+            transfer.copy(pieces, slot, lambda count: True)
             after = transfer.sample(pieces, 3)
             transfer.guard()
             transfer.finish()
@@ -270,7 +273,7 @@ def test_no_slot_is_unregistered_while_any_device_may_write_to_it(monkeypatch: p
         assert isinstance(other, CudaEngine)
         other.stream.hold(1.0)  # type: ignore[attr-defined]
         transfer = engines.mark()
-        transfer.copy(pieces, slot, lambda count: None)
+        transfer.copy(pieces, slot, lambda count: True)
         with pytest.raises(DeadlineExceeded, match="cuda:1"):
             engines.close()
         assert driver_of(gpu).get("registered") == 1
@@ -357,7 +360,7 @@ def test_threads_of_ours_break_no_capture_and_others_do(gpu: EmulatedCuda, mode:
 
     def ours() -> None:
         engine.enter_thread()
-        transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: None)
+        transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: True)
         transfer.finish()
 
     def careless() -> None:
@@ -486,7 +489,7 @@ def test_an_error_of_the_device_surfaces_and_sticks(gpu: EmulatedCuda) -> None:
     driver_of(gpu).set("fail_copy", 1)
     transfer = engine.mark()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        transfer.copy((piece,), slot, lambda count: None)
+        transfer.copy((piece,), slot, lambda count: True)
         transfer.finish()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         gpu.synchronize()
@@ -503,7 +506,7 @@ def test_a_device_that_is_busy_with_training_is_waited_for_and_one_that_is_stuck
     going = threading.Event()
     gpu.current(0).queue(lambda: going.wait(DEADLINE_S))  # a step that takes long
     transfer = engine.mark()
-    transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: None)
+    transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: True)
     said: list[str] = []
 
     def finish() -> None:
@@ -521,7 +524,7 @@ def test_a_device_that_is_busy_with_training_is_waited_for_and_one_that_is_stuck
     transfer = engine.mark()
     gpu.synchronize()
     driver_of(gpu).set("stuck", 1)
-    transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: None)
+    transfer.copy((SlotTensor(live, 0, live.nbytes),), slot, lambda count: True)
     with pytest.raises(DeadlineExceeded):
         transfer.finish()
     driver_of(gpu).set("stuck", 0)

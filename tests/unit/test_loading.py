@@ -19,13 +19,13 @@ from holdfast.smp_daemon.shared.errors import DamagedSnapshot, ProtocolError, Sm
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.plan import RestorePlan
-from holdfast.smp_daemon.shared.records import digest_units
+from holdfast.smp_daemon.shared.records import Unit, digest_units
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import runs
-from holdfast.snapshot.copy.engines import FEW_THREADS, LOAD_THREADS, CpuEngine, SlotTensor, load_threads
+from holdfast.snapshot.copy.engines import FEW_THREADS, LOAD_THREADS, CpuEngine, SlotTensor, address_of, load_threads
 from holdfast.snapshot.resume import loading
 from holdfast.snapshot.resume.attempt import Restored, SameWorld
 from holdfast.snapshot.resume.loading import check_range, load_checked
@@ -274,21 +274,21 @@ def test_a_range_that_cannot_be_mended_or_is_not_there_is_refused() -> None:
 def test_a_thread_copies_a_unit_right_after_its_digest_and_then_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[int, str, int]] = []
     begin = int(np.frombuffer((slot := Slot()).memory, np.uint8).ctypes.data)
-    copy, matches = runs.copy, RecoveredShard.matches
+    copy, matches = runs.copy, Unit.matches
 
     def noted_copy(table: runs.Runs) -> None:
         copy(table)
         units = {(int(source) - begin) // UNIT for source in table[:, 0]}
         done.extend((threading.get_ident(), "copy", unit) for unit in units)
 
-    def noted_matches(shard: RecoveredShard, unit: int) -> bool:
-        done.append((threading.get_ident(), "digest", unit))
-        return matches(shard, unit)
+    def noted_matches(unit: Unit) -> bool:
+        done.append((threading.get_ident(), "digest", (address_of(unit.view) - begin) // UNIT))
+        return matches(unit)
 
     on_cores(monkeypatch, 3)
     monkeypatch.setattr(loading, "GROUP_BYTES", 4 * UNIT)
     monkeypatch.setattr(runs, "copy", noted_copy)
-    monkeypatch.setattr(RecoveredShard, "matches", noted_matches)
+    monkeypatch.setattr(Unit, "matches", noted_matches)
     load_checked(CpuEngine(), slot.pieces, slot.shard, never)
     assert slot.loaded()
     assert sorted(unit for _, what, unit in done if what == "digest") == list(range(UNITS))
@@ -297,8 +297,9 @@ def test_a_thread_copies_a_unit_right_after_its_digest_and_then_takes_the_next(m
     for thread in {thread for thread, _, _ in done}:
         mine = [(what, unit) for who, what, unit in done if who == thread]
         assert all(mine[mine.index(("copy", unit)) - 1] == ("digest", unit) for what, unit in mine if what == "copy")
-        order = [unit for what, unit in mine if what == "digest"]
-        assert order == sorted(order)
+        copied = [unit for what, unit in mine if what == "copy"]
+        assert copied == sorted(copied)
+        order = sorted(unit for what, unit in mine if what == "digest")
         breaks = sum(after != before + 1 for before, after in pairwise(order))
         assert breaks < -(-len(order) // 2), "units of a group are contiguous"
 
@@ -312,17 +313,17 @@ def test_as_many_threads_work_at_once_as_a_rank_has_cores(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     meeting, seen = threading.Barrier(threads), set()
-    matches = RecoveredShard.matches
+    matches = Unit.matches
 
-    def meet(shard: RecoveredShard, unit: int) -> bool:
+    def meet(unit: Unit) -> bool:
         if threading.get_ident() not in seen:
             seen.add(threading.get_ident())
             meeting.wait(DEADLINE_S)
-        return matches(shard, unit)
+        return matches(unit)
 
     on_cores(monkeypatch, cores)
     slot = Slot()
-    monkeypatch.setattr(RecoveredShard, "matches", meet)
+    monkeypatch.setattr(Unit, "matches", meet)
     check_range(slot.shard, 0, BYTES, set(), never)
     assert len(seen) == threads
 

@@ -528,7 +528,7 @@ class SteppingEngine(CpuEngine):
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], None],
+        pause: Callable[[int], bool | None],
         digests: UnitDigests | None = None,
     ) -> None:
         half = len(pieces) // 2

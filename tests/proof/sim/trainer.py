@@ -372,7 +372,7 @@ class SimEngine:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], None],
+        pause: Callable[[int], bool | None],
         digests: UnitDigests | None = None,
     ) -> None:
         for piece in pieces:
