@@ -189,12 +189,12 @@ def steps_of(layers: int, seconds: float, every: str) -> list[str]:
     }
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(layers)))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x = torch.randn(128, 1024)
     quiet: list[float] = []
     busy: list[float] = []
     try:
         with InMemorySnapshot(model, optim, every=1) as snap:
             client, limit, written, writing = snap._session.rank.client, time.monotonic() + seconds, 0, False
-            x = torch.randn(128, 1024)
             while time.monotonic() < limit:
                 due = client.persist_due
                 began = time.perf_counter()
