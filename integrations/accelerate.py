@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 
 from holdfast.hook import InMemorySnapshot
+from holdfast.integrations.adapters.releases import need_release
 from holdfast.smp_daemon.shared.errors import ConfigError
 
 NAME = "accelerate"
@@ -45,9 +47,10 @@ def protect(accelerator: Accelerator, *, extra: dict[str, Any] | None = None, **
         extra, options: for `holdfast.InMemorySnapshot`.
 
     Raises:
-        ConfigError: no model and optimizer have been prepared, or the accelerator runs FSDP, DeepSpeed, Megatron-LM or
-            XLA.
+        ConfigError: accelerate is too old, no model and optimizer have been prepared, or the accelerator runs FSDP,
+            DeepSpeed, Megatron-LM or XLA.
     """
+    need_release("accelerate", accelerate.__version__, "1.10")
     kind = DistributedType(accelerator.distributed_type).value
     if kind not in SERVED:
         raise ConfigError(f"an accelerator of type {kind} is not supported: use one process, or DDP")

@@ -16,11 +16,13 @@ from itertools import repeat
 from typing import Any
 
 import torch
+import transformers
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
 from holdfast.integrations.accelerate import with_generator
+from holdfast.integrations.adapters.releases import need_release
 from holdfast.integrations.callbacks import CallbackState, SubclassState
 from holdfast.integrations.replacing import guarded
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -46,7 +48,7 @@ STATE = (
 """Captured fields of `TrainerState`, besides ``log_history``. The others follow from the arguments."""
 
 TRAINER = ("_total_loss_scalar", "_initial_global_step", "_globalstep_last_logged", "current_flos")
-"""Sums and counters of the trainer itself, besides ``_tr_loss``."""
+"""Sums and counters of the trainer itself, besides ``_tr_loss``. The second came with transformers 5.18."""
 
 
 def protect(
@@ -85,10 +87,12 @@ def protect(
         The callback that was added. Its ``snapshot`` is the `InMemorySnapshot`, while the trainer trains.
 
     Raises:
-        ConfigError: the trainer uses ``auto_find_batch_size``, ``ignore_data_skip``, FSDP or DeepSpeed, or is protected
-            already; or, from ``train``, after the first steps: its class keeps batches that are not captured.
+        ConfigError: transformers is too old; the trainer uses ``auto_find_batch_size``, ``ignore_data_skip``, FSDP or
+            DeepSpeed, or is protected already; or, from ``train``, after the first steps: its class keeps batches that
+            are not captured.
         HoldfastError: from ``train``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
+    need_release("transformers", transformers.__version__, "5.9")
     if trainer.args.auto_find_batch_size:
         raise ConfigError(
             "auto_find_batch_size is not supported, because batches may have another size after a restart: set "
@@ -239,7 +243,7 @@ class ProtectCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         return {
             "state": {name: getattr(state, name) for name in STATE},
             "history": self._history.text(state.log_history),
-            "trainer": {name: getattr(trainer, name) for name in TRAINER},
+            "trainer": {name: getattr(trainer, name) for name in TRAINER if hasattr(trainer, name)},
             "loss": trainer._tr_loss,
             "callbacks": [callback.state()["attributes"] for callback in self._stateful()],
             "epoch": self._epoch,

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, early_stopping
 from lightning.pytorch.loops import _Loop
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from holdfast.hook import InMemorySnapshot, SettledSnapshot
+from holdfast.integrations.adapters.releases import need_release
 from holdfast.integrations.callbacks import CallbackState
 from holdfast.integrations.replacing import Replacements, before
 from holdfast.smp_daemon.shared.errors import ConfigError
@@ -62,12 +63,13 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         options: for `holdfast.InMemorySnapshot`.
 
     Raises:
-        ConfigError: from ``fit``: ``training_step`` takes ``dataloader_iter``, so its place in the data is not known;
-            or a callback is a `StochasticWeightAveraging`, whose state cannot be put back.
+        ConfigError: Lightning is too old; or, from ``fit``: ``training_step`` takes ``dataloader_iter``, so its place
+            in the data is not known; or a callback is a `StochasticWeightAveraging`, whose state cannot be put back.
         HoldfastError: from ``fit``: whatever `InMemorySnapshot` raises on entering, and at the first step.
     """
 
     def __init__(self, *, track: Callable[[InMemorySnapshot, Any], None] | None = None, **options: Any) -> None:
+        need_release("lightning", lightning.__version__, "2.6")
         self._track = track
         self._options = options
         self._snap: SettledSnapshot | None = None
@@ -257,7 +259,7 @@ def _has_stopped_early(trainer: Any) -> bool:
     is_over = loop.max_epochs not in (None, -1) and epochs >= loop.max_epochs and batches.is_last_batch
     if not trainer.should_stop or is_over or 0 < loop.epoch_loop.max_steps <= trainer.global_step:
         return False
-    none = EarlyStoppingReason.NOT_STOPPED
+    none = early_stopping.EarlyStoppingReason.NOT_STOPPED
     stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
     return not any(each.stopped_epoch or each.stopping_reason is not none for each in stopping)
 

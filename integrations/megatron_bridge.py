@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from holdfast.hook import InMemorySnapshot
-from holdfast.integrations.adapters.untried import warn_of_untried
+from holdfast.integrations.adapters.releases import warn_of_untried
 from holdfast.integrations.megatron_data import BUILD, Reruns, is_under_way, make_first_iterator_quiet
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log

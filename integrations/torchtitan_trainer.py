@@ -6,7 +6,6 @@ so the state includes what the validation before it has changed.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any, get_type_hints
 from torch.distributed.fsdp import FSDPModule
 
 from holdfast.hook import InMemorySnapshot
-from holdfast.integrations.adapters.untried import warn_of_untried
+from holdfast.integrations.adapters.releases import need_release, warn_of_untried
 from holdfast.integrations.replacing import Replacements, before, guarded
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
@@ -59,22 +58,13 @@ SnapshotOptions = make_dataclass("SnapshotOptions", _asked(), kw_only=True, slot
 """Options of `holdfast.InMemorySnapshot` that a configuration can set; None: as the environment says."""
 
 
-def release(version: str) -> tuple[int, int]:
-    """The major and minor version number. Raises `ConfigError` if `version` has none."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
-        raise ConfigError(f"torchtitan {version}: cannot read this version number; 0.2 and 0.3 are supported")
-    return int(found[1]), int(found[2])
-
-
 def check(version: str, trainer: Any) -> None:
     """Warn if this release was never tried.
 
     Raises:
         ConfigError: the release is known not to work, or the trainer lacks an attribute that is needed.
     """
-    if release(version) < (0, 2):
-        raise ConfigError(f"torchtitan {version} is too old, its trainer differs: use 0.2 or 0.3")
+    need_release("torchtitan", version, "0.2")
     if missing := [name for name in NEEDED if not hasattr(trainer, name)]:
         raise ConfigError(
             f"{type(trainer).__qualname__} of torchtitan {version} has no {', '.join(missing)}, which holdfast needs "

@@ -36,7 +36,7 @@ from holdfast.integrations.adapters.megatron_optimizers import (
     state_of,
     stepped,
 )
-from holdfast.integrations.adapters.untried import warn_of_untried
+from holdfast.integrations.adapters.releases import warn_of_untried
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import set_dtype

@@ -178,12 +178,12 @@ class CudaEngine:
         base = np.array([address_of(slot), 0, 0], np.uint64)
         plain = [(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in pieces if piece.is_plain]
         with self.on_stream("the load from the slot"):
-            with self.ring.loading() as loading:
-                loading.copy(runs.make_runs(plain) + base)
+            with self.ring.uploading() as upload:
+                upload.copy(runs.make_runs(plain) + base)
             for chunk in (chunk for p in pieces if not p.is_plain for chunk in chunks(p, CHUNK_BYTES)):
                 scratch = self.runtime.scratch(chunk.tensor.shape, chunk.tensor.dtype)
-                with self.ring.loading() as loading:
-                    loading.copy(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
+                with self.ring.uploading() as upload:
+                    upload.copy(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
                 self.runtime.copy(chunk.tensor, scratch)
         filling.finish()
 
@@ -418,8 +418,8 @@ class CudaFilling:
 
     @contextmanager
     def taking(self) -> Iterator[Take]:
-        with self._engine.on_stream("the load from the slot"), self._engine.ring.loading() as loading:
-            yield loading.take
+        with self._engine.on_stream("the load from the slot"), self._engine.ring.uploading() as upload:
+            yield upload.take
 
     def finish(self) -> None:
         engine = self._engine

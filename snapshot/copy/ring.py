@@ -23,7 +23,7 @@ LINE = 64
 class Ring:
     """A fixed number of buffers of one length, made when they are first needed, and used in turn.
 
-    One thread calls `store` and `land`. Any thread may enter `loading`; as many are within at a time as there are
+    One thread calls `store` and `land`. Any thread may enter `uploading`; as many are within at a time as there are
     buffers. The caller's current stream must be `stream`.
     """
 
@@ -62,14 +62,14 @@ class Ring:
             self._land_first(begun)
 
     @contextmanager
-    def loading(self) -> Iterator[Loading]:
+    def uploading(self) -> Iterator[Upload]:
         """A block in which the calling thread fills the device. All that it took is queued when the block ends."""
         with self._turns:
-            loading = Loading(self)
+            upload = Upload(self)
             try:
-                yield loading
+                yield upload
             finally:
-                loading.send()
+                upload.send()
 
     def settle(self) -> None:
         """Block until no transfer to or from a buffer is in progress, and forget stored runs that have not landed."""
@@ -119,7 +119,7 @@ class Ring:
             self._free.append((buffer, event))
 
 
-class Loading:
+class Upload:
     """Takes bytes from memory to the device for one thread. A buffer is sent when it is full: a transfer of little
     takes as much of Python's time as one of much, and Python serves one thread at a time."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from holdfast import ConfigError
-from holdfast.integrations.torchtitan_trainer import NEEDED, SnapshotOptions, TrainerSnapshots, check, release
+from holdfast.integrations.torchtitan_trainer import NEEDED, SnapshotOptions, TrainerSnapshots, check
 from holdfast.snapshot.options import Options, OptionsGiven
 from tests.system.test_hook import small
 
@@ -152,12 +152,6 @@ def test_another_number_of_ranks_is_refused(arena: Path) -> None:
     loader.dp_world_size = 2
     with pytest.raises(Exception, match=r"for 1 data-parallel ranks.* 2"):
         Trainer(loader).train()
-
-
-def test_what_a_release_is() -> None:
-    assert release("0.2.2+cu128") == (0, 2) and release("10.3.dev1") == (10, 3)
-    with pytest.raises(ConfigError, match="version number"):
-        release("main")
 
 
 def test_releases_that_nobody_has_tried_are_said_and_old_ones_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
 from holdfast.integrations.adapters.megatron import TRIED, MegatronAdapter, _put_back
 from holdfast.integrations.adapters.megatron_optimizers import _shards, casts, check_captured, layer_wise, parts
-from holdfast.integrations.adapters.untried import warn_of_untried
+from holdfast.integrations.adapters.releases import warn_of_untried
 from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.owners import Owners
