@@ -124,10 +124,10 @@ class _Loading:
         bad: set[int] = set()
         rest = set(units)
         for take, parts, rows in takers:
-            held = [unit for unit in units if rows[unit] < rows[unit + 1]]
-            rest.difference_update(held)
-            whole = take([(self._shard.unit(unit), parts[rows[unit] : rows[unit + 1]]) for unit in held])
-            bad.update(unit for unit, is_whole in zip(held, whole, strict=True) if not is_whole)
+            if held := [unit for unit in units if rows[unit] < rows[unit + 1]]:
+                whole = take([(self._shard.unit(unit), parts[rows[unit] : rows[unit + 1]]) for unit in held])
+                bad.update(unit for unit, is_whole in zip(held, whole, strict=True) if not is_whole)
+                rest.difference_update(held)
         return bad | {unit for unit in rest if not self._shard.matches(unit)}
 
 
