@@ -242,7 +242,7 @@ class CudaEngine:
         batches = table.batches
         if runtime.one_queue:
             batches = yield from self._queue_slowly(batches, store, pause)
-        together = max(1, -(-len(batches) // MOST_CHUNKS)) if direct else 1  # a batch is at most a buffer of the ring
+        together = max(1, -(-len(batches) // MOST_CHUNKS)) if direct else 1
         parts = [np.concatenate(batches[first : first + together]) for first in range(0, len(batches), together)]
         at_once = max(1, -(-len(parts) // MARKS))
         for first in range(0, len(parts), at_once):
@@ -255,7 +255,7 @@ class CudaEngine:
         """Queue batches, with at most `AHEAD` of them before the device, until somebody waits for the copy. Returns
         those that are left."""
         passed: deque[DeviceEvent] = deque(maxlen=AHEAD)
-        limit = time.monotonic() + DEADLINE_S
+        limit = time.monotonic() + DEADLINE_S  # a device that gets nowhere is `finish`'s to report
         for number, batch in enumerate(batches):
             while len(passed) == AHEAD and not passed[0].query():
                 if pause(0) or time.monotonic() > limit:
