@@ -171,9 +171,12 @@ def test_a_loop_that_counts_from_its_beginning_again_is_found() -> None:
 # ------------------------------------------------------------------ in a running job
 
 
-def said(loop: Loop, caplog: pytest.LogCaptureFixture) -> list[str]:
+def said(loop: Loop, caplog: pytest.LogCaptureFixture, text: str) -> str:
+    """What a job is told of `text`, in one line at most."""
     life(loop, Job(), None)
-    return [line.getMessage() for line in caplog.records if "carries from turn to turn" in line.getMessage()]
+    lines = [each for each in map(logging.LogRecord.getMessage, caplog.records) if text in each]
+    assert len(lines) <= 1
+    return "".join(lines)
 
 
 def annealed(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -297,14 +300,6 @@ def with_iterators(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.optim.step()
 
 
-@pytest.mark.usefixtures("arena")
-def test_iterators_that_know_their_place_are_named_with_a_line_for_each(caplog: pytest.LogCaptureFixture) -> None:
-    life(with_iterators, Job(), None)
-    (line,) = [each.getMessage() for each in caplog.records if "read on from" in each.getMessage()]
-    assert all(f"{name} (line" in line and f'name="{name}"' in line for name in ("scales", "counted"))
-    assert not any(f"{name} (line" in line for name in ("noise", "kept"))
-
-
 def with_hooks_on_a_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     turns, logged = [0], [0]
 
@@ -323,13 +318,6 @@ def with_hooks_on_a_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.model(torch.randn(2, 4)).sum().backward()
         yield
         job.optim.step()
-
-
-@pytest.mark.usefixtures("arena")
-def test_hooks_on_an_optimizer_are_looked_into(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_hooks_on_a_step, caplog)
-    assert "turns[0] (line" in line and "get=lambda: list(turns), set=lambda values: turns." in line
-    assert "logged" not in line
 
 
 class Reader:
@@ -423,9 +411,8 @@ def logged_by_a_thread(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     ],
 )
 def test_what_threads_feed_steps_with_is_named(loop: Loop, named: str, caplog: pytest.LogCaptureFixture) -> None:
-    life(loop, Job(), None)
-    lines = [each for each in map(logging.LogRecord.getMessage, caplog.records) if "a restart begins it anew" in each]
-    assert len(lines) == bool(named) and named in "".join(lines)
+    line = said(loop, caplog, "a restart begins it anew")
+    assert bool(line) == bool(named) and named in line
 
 
 def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -443,14 +430,6 @@ def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.optim.step()
 
 
-@pytest.mark.usefixtures("arena")
-def test_iterators_in_containers_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
-    life(from_a_list, Job(), None)
-    (line,) = [each.getMessage() for each in caplog.records if "read on from" in each.getMessage()]
-    assert "cycles[i] = iter(snap.data(" in line and "by_name['b'] = iter(snap.data(" in line and "kept[i]" not in line
-    assert "carries from turn to turn" not in caplog.text
-
-
 def with_two_sources(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     """Each batch begins a step anew, within a turn, and in a loop of its own."""
     reads = [iter(snap.data(lambda: itertools.repeat(1.0), name=name)) for name in ("a", "b")]
@@ -461,19 +440,6 @@ def with_two_sources(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         loss.backward()
         yield
         job.step()
-
-
-@pytest.mark.usefixtures("arena")
-def test_a_loop_within_a_turn_carries_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert said(with_two_sources, caplog) == []
-    assert "counts from its beginning" not in caplog.text
-
-
-@pytest.mark.usefixtures("arena")
-def test_objects_whose_methods_are_called_are_looked_into(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_helpers, caplog)
-    assert all(f"{name} (line" in line for name in ("stopper.best", "stopper.waited", "warming.turn"))
-    assert "meter" not in line
 
 
 def with_its_own_schedule(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -528,12 +494,6 @@ def with_helpers_of_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.optim.step()
 
 
-@pytest.mark.usefixtures("arena")
-def test_what_helpers_call_is_looked_into(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_helpers_of_helpers, caplog)
-    assert "training.penalty.share (line" in line
-
-
 class Scheduled:
     """Its loop counts, and its methods read the counts."""
 
@@ -573,10 +533,6 @@ class Scheduled:
             self.used += 1
 
 
-def with_methods_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    yield from Scheduled(job).train(snap)
-
-
 def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     turns = logged = 0
 
@@ -593,16 +549,6 @@ def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         job.optim.step()
         turns += 1
         logged += 1
-
-
-@pytest.mark.usefixtures("arena")
-def test_what_helpers_read_or_are_given_reaches_what_they_do(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_methods_that_read, caplog)
-    assert "self.turns (line" in line and "self.passed (line" in line
-    assert not any(f"self.{name} (line" in line for name in ("loss", "logged", "used"))
-    caplog.clear()
-    (line,) = said(with_functions_that_read, caplog)
-    assert "turns (line" in line and "logged (line" not in line
 
 
 class Cooling:
@@ -627,17 +573,6 @@ class Cooling:
             self.job.optim.zero_grad()
             yield
             self.step()
-
-
-def with_a_number_of_a_number(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    yield from Cooling(job).train(snap)
-
-
-@pytest.mark.usefixtures("arena")
-def test_what_follows_from_what_is_carried_is_named_with_it(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_a_number_of_a_number, caplog)
-    assert "self.turns (line" in line and "self.temperature (line" in line
-    assert "self.told (line" not in line and "self.batch (line" not in line
 
 
 def with_a_generator_that_trains(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -689,32 +624,63 @@ def in_a_function_that_a_library_calls(snap: InMemorySnapshot, job: Job) -> Iter
             yield
 
 
-@pytest.mark.usefixtures("arena")
-def test_functions_that_go_on_in_each_turn_are_followed(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(with_a_generator_that_trains, caplog)
-    assert "rate (line" in line and "logged" not in line
-    caplog.clear()
-    assert not said(with_a_generator_for_each_turn, caplog)
-    (line,) = said(in_a_function_that_a_library_calls, caplog)
-    assert "rates[0] (line" in line and "logged" not in line
+NONE: list[str] = []
 
 
 @pytest.mark.usefixtures("arena")
-@pytest.mark.parametrize("loop", [annealed, annealed_in_a_function])
-def test_a_number_that_feeds_steps_is_named_once(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(loop, caplog)
-    assert "warmth (line" in line and 'kept = {"warmth": warmth}' in line
+@pytest.mark.parametrize(
+    ("loop", "named", "others"),
+    [
+        (annealed, ["warmth (line", 'kept = {"warmth": warmth}', 'kept["warmth"] for warmth'], NONE),
+        (annealed_in_a_function, ["warmth (line", 'kept = {"warmth": warmth}'], NONE),
+        (with_a_loss_that_is_logged, NONE, NONE),
+        (with_two_sources, NONE, NONE),
+        (with_a_generator_for_each_turn, NONE, NONE),
+        (with_hooks_on_a_step, ["turns[0] (line", "get=lambda: list(turns), set=lambda values: turns."], ["logged"]),
+        (with_helpers, ["stopper.best (line", "stopper.waited (line", "warming.turn (line"], ["meter"]),
+        (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
+        (
+            lambda snap, job: Scheduled(job).train(snap),
+            ["self.turns (line", "self.passed (line"],
+            ["self.loss (line", "self.logged (line", "self.used (line"],
+        ),
+        (with_functions_that_read, ["turns (line"], ["logged (line"]),
+        (
+            lambda snap, job: Cooling(job).train(snap),
+            ["self.turns (line", "self.temperature (line"],
+            ["self.told (line", "self.batch (line"],
+        ),
+        (with_a_generator_that_trains, ["rate (line"], ["logged"]),
+        (in_a_function_that_a_library_calls, ["rates[0] (line"], ["logged"]),
+    ],
+)
+def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
+    loop: Loop, named: list[str], others: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = said(loop, caplog, "carries from turn to turn")
+    assert bool(line) == bool(named) and all(name in line for name in named)
+    assert not any(name in line for name in others)
+    assert "counts from its beginning" not in caplog.text
 
 
 @pytest.mark.usefixtures("arena")
-def test_the_loop_is_told_to_use_what_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    (line,) = said(annealed, caplog)
-    assert 'kept["warmth"] for warmth' in line
-
-
-@pytest.mark.usefixtures("arena")
-def test_a_number_that_is_logged_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    assert not said(with_a_loss_that_is_logged, caplog)
+@pytest.mark.parametrize(
+    ("loop", "named", "others"),
+    [
+        (
+            with_iterators,
+            ["scales (line", "counted (line", 'name="scales"', 'name="counted"'],
+            ["noise (line", "kept (line"],
+        ),
+        (from_a_list, ["cycles[i] = iter(snap.data(", "by_name['b'] = iter(snap.data("], ["kept[i]"]),
+    ],
+)
+def test_iterators_that_know_their_place_are_named_with_a_line_for_each(
+    loop: Loop, named: list[str], others: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = said(loop, caplog, "read on from")
+    assert all(name in line for name in named) and not any(name in line for name in others)
+    assert "carries from turn to turn" not in caplog.text
 
 
 # ------------------------------------------------------------------ the source of a function that is running
