@@ -21,18 +21,16 @@ def arena(arena: Path) -> Path:
     return arena
 
 
-def run(launcher: Launcher, arena: Path, mode: str, world: int, **args: Any) -> list[dict[str, Any]]:
-    cluster = VirtualCluster(
-        launcher,
-        nodes=NODES,
-        ranks_per_node=world // NODES,
-        target="tests.jobs:checkpoint",
-        args={"mode": mode, "arena": str(arena), **args},
-        job="dcp",
-        smps=False,
-        deadline_s=90,
+def ends(launcher: Launcher, target: str, job: str, world: int, **args: Any) -> list[dict[str, Any]]:
+    """What the ranks of a job report at their end."""
+    size: Any = {"nodes": NODES, "ranks_per_node": world // NODES}
+    return (
+        VirtualCluster(launcher, **size, target=target, args=args, job=job, smps=False, deadline_s=90).run().of("end")
     )
-    return cluster.run().of("end")
+
+
+def run(launcher: Launcher, arena: Path, mode: str, world: int, **args: Any) -> list[dict[str, Any]]:
+    return ends(launcher, "tests.jobs:checkpoint", "dcp", world, mode=mode, arena=str(arena), **args)
 
 
 @pytest.mark.proves("dcp")
@@ -81,18 +79,9 @@ def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Pat
 
 def whole(launcher: Launcher, arena: Path, mode: str, world: int, pipeline: int, tensor: int) -> dict[str, str]:
     """Digests of all tensors, each reported by a rank that has it."""
-    cluster = VirtualCluster(
-        launcher,
-        nodes=NODES,
-        ranks_per_node=world // NODES,
-        target="tests.layout_jobs:checkpoint",
-        args={"mode": mode, "arena": str(arena), "pipeline": pipeline, "tensor": tensor},
-        job="layout",
-        smps=False,
-        deadline_s=90,
-    )
+    args = {"mode": mode, "arena": str(arena), "pipeline": pipeline, "tensor": tensor}
     found: dict[str, str] = {}
-    for end in cluster.run().of("end"):
+    for end in ends(launcher, "tests.layout_jobs:checkpoint", "layout", world, **args):
         assert all(found.get(name, digest) == digest for name, digest in end["digests"].items())
         found |= end["digests"]
     return found

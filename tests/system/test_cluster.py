@@ -115,11 +115,15 @@ def test_two_nodes_of_one_group_lost_at_once_are_within_two_parities(launcher: L
     assert sorted(e["how"] for e in history.of("started", generation=1)) == ["held", "held", "rebuilt", "rebuilt"]
 
 
+@pytest.mark.parametrize(("protect", "lost"), [("2+2", (0, 1, 3)), ("auto", (1, 2))])
 @pytest.mark.proves("too-many-are-lost")
-def test_three_nodes_of_one_group_are_beyond_two_parities_and_say_so(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=4, protect="2+2")
-    cluster.kill_node(0, 1, 3, at="train.step", step=6)
-    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ .* node0, node1, node3"):
+def test_more_nodes_of_one_group_than_it_has_parities_are_beyond_them_and_the_error_names_them(
+    launcher: Launcher, protect: str, lost: tuple[int, ...]
+) -> None:
+    cluster = make(launcher, nodes=4, protect=protect)
+    cluster.kill_node(*lost, at="train.step", step=6)
+    names = ", ".join(f"node{number}" for number in lost)
+    with pytest.raises(JobFailed, match=rf"Unrecoverable: step \d+ .* {names}"):
         cluster.run()
 
 
@@ -142,22 +146,15 @@ def test_a_sealed_but_unencoded_step_survives_the_trainer_but_not_the_node(launc
     assert_whole(history, 3, least=3)
 
 
+@pytest.mark.parametrize(("nodes", "loses"), [(3, False), (4, True)])
 @pytest.mark.proves("renumbered")
-def test_ranks_renumbered_over_the_same_nodes_find_their_shards(launcher: Launcher) -> None:
-    cluster = make(launcher, place=lambda generation, rank: (rank + generation) % 3)
-    cluster.kill_trainer(0, at="train.step", step=5)
+def test_ranks_renumbered_over_the_nodes_find_their_shards(launcher: Launcher, nodes: int, loses: bool) -> None:
+    """Also if a node is lost at once."""
+    cluster = make(launcher, nodes=nodes, place=lambda generation, rank: (rank + generation) % nodes)
+    (cluster.kill_node if loses else cluster.kill_trainer)(2 * loses, at="train.step", step=5)
     history = cluster.run()
-    assert_whole(history, 3, least=3)
-    assert {e["how"] for e in history.of("started", generation=1)} == {"fetched"}
-
-
-@pytest.mark.proves("renumbered")
-def test_ranks_renumbered_and_a_node_lost_at_once(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=4, place=lambda generation, rank: (rank + generation) % 4)
-    cluster.kill_node(2, at="train.step", step=5)
-    history = cluster.run()
-    assert_whole(history, 4, least=3)
-    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched", "fetched", "fetched", "rebuilt"]
+    assert_whole(history, nodes, least=3)
+    assert sorted(e["how"] for e in history.of("started", generation=1)) == ["fetched"] * 3 + ["rebuilt"] * loses
 
 
 @pytest.mark.proves("repaired-parity")
@@ -168,14 +165,6 @@ def test_a_second_node_may_be_lost_once_the_first_is_repaired(launcher: Launcher
     history = cluster.run()
     assert len(history.restarts) == 2
     assert_whole(history, 4, least=3)
-
-
-@pytest.mark.proves("too-many-are-lost")
-def test_two_nodes_of_one_group_are_beyond_one_parity_and_the_error_names_them(launcher: Launcher) -> None:
-    cluster = make(launcher, nodes=4)
-    cluster.kill_node(1, 2, at="train.step", step=6)
-    with pytest.raises(JobFailed, match=r"Unrecoverable: step \d+ .* node1, node2"):
-        cluster.run()
 
 
 def test_a_job_that_fails_says_which_smp_had_ended_by_itself(launcher: Launcher) -> None:
