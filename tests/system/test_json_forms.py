@@ -135,58 +135,49 @@ FORMS = {
 }
 
 
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> Form:
-    return FORMS[request.param]
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def test_it_comes_back(form: Form) -> None:
-    @given(form.drawn)
-    def check(value: Any) -> None:
-        assert form.read(through_json(form.tell(value))) == value
+@each_form
+@given(data=st.data())
+def test_it_comes_back(form: Form, data: st.DataObject) -> None:
+    value = data.draw(form.drawn)
+    assert form.read(through_json(form.tell(value))) == value
 
-    check()
+
+@each_form
+@given(data=json_values)
+def test_random_json_is_refused(form: Form, data: Any) -> None:
+    with pytest.raises(ProtocolError):
+        form.read(data)
 
 
-def test_random_json_is_refused(form: Form) -> None:
-    @given(json_values)
-    def check(data: Any) -> None:
+@each_form
+@given(data=st.data())
+def test_what_lacks_a_key_is_refused(form: Form, data: st.DataObject) -> None:
+    lacking = data.draw(lacking_a_key(form.drawn.map(lambda value: form.tell(form.needed(value))), OPTIONAL))
+    with pytest.raises(ProtocolError, match=form.refusal):
+        form.read(lacking)
+
+
+@each_form
+@given(data=st.data())
+def test_what_is_spoilt_is_refused_or_is_something_else_that_is_good(form: Form, data: st.DataObject) -> None:
+    try:
+        value = form.read(data.draw(spoilt(form.told())))
+    except ProtocolError:
+        return
+    assert form.read(through_json(form.tell(value))) == value
+
+
+@each_form
+@costly()
+@given(data=st.data())
+def test_an_infinite_number_is_refused(form: Form, data: st.DataObject) -> None:
+    good = data.draw(form.told())
+    for bad in form.infinite:
         with pytest.raises(ProtocolError):
-            form.read(data)
-
-    check()
-
-
-def test_what_lacks_a_key_is_refused(form: Form) -> None:
-    @given(lacking_a_key(form.drawn.map(lambda value: form.tell(form.needed(value))), OPTIONAL))
-    def check(data: Any) -> None:
-        with pytest.raises(ProtocolError, match=form.refusal):
-            form.read(data)
-
-    check()
-
-
-def test_what_is_spoilt_is_refused_or_is_something_else_that_is_good(form: Form) -> None:
-    @given(spoilt(form.told()))
-    def check(data: Any) -> None:
-        try:
-            value = form.read(data)
-        except ProtocolError:
-            return
-        assert form.read(through_json(form.tell(value))) == value
-
-    check()
-
-
-def test_an_infinite_number_is_refused(form: Form) -> None:
-    @costly()
-    @given(form.told())
-    def check(good: Any) -> None:
-        for bad in form.infinite:
-            with pytest.raises(ProtocolError):
-                form.read({**good, **bad})
-
-    check()
+            form.read({**good, **bad})
 
 
 # ---------------------------------------------------------------------- one by one
