@@ -117,10 +117,8 @@ class TestThePlan:
             assert plan_regroup(carried_out(rest, again)) is None
 
     def test_who_still_holds_the_old_parity_is_told_to_drop_it_and_nothing_else(self) -> None:
-        layout = layout_of(4, 3, 1)
-        survivors = everything(layout, but={"node2"})
-        after = carried_out(survivors, planned(survivors))
-        before = {inventory.node: inventory.parities for inventory in survivors}
+        layout, after = regrouped(without="node2")
+        before = {inventory.node: inventory.parities for inventory in everything(layout, but={"node2"})}
         regrouping = planned([replace(i, parities=i.parities | before[i.node]) for i in after])
         assert regrouping.phases == (Release,)
         assert set(regrouping.nodes) == {name for name, parities in before.items() if parities} != set()
@@ -128,10 +126,8 @@ class TestThePlan:
         assert plan_regroup(after) is None
 
     def test_old_parity_is_kept_while_new_parity_is_missing(self) -> None:
-        layout = layout_of(4, 3, 1)
-        survivors = everything(layout, but={"node2"})
-        after = carried_out(survivors, planned(survivors))
-        before = {inventory.node: inventory.parities for inventory in survivors}
+        layout, after = regrouped(without="node2")
+        before = {inventory.node: inventory.parities for inventory in everything(layout, but={"node2"})}
         half = [replace(i, parities=before[i.node] | (i.parities if i.node != "node0" else set())) for i in after]
         assert planned(half).phases == (Adopt, Encode, Release)
         back = [*half, *(i for i in everything(layout) if i.node == "node2")]

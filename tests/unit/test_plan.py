@@ -360,10 +360,14 @@ def test_a_snapshot_whose_layout_nobody_knows_is_passed_over() -> None:
         plan_restore(ignorant, job.shards)
 
 
-def test_a_layout_that_only_one_smp_knows_is_enough() -> None:
+def two_nodes() -> tuple[Job, list[Inventory]]:
+    """A job, and what its two nodes hold of one protected snapshot."""
     job = JOBS["two nodes"]
-    world = World(job, [whole(job, NEW)], NEW)
-    first, second = world.inventories.values()
+    return job, list(World(job, [whole(job, NEW)], NEW).inventories.values())
+
+
+def test_a_layout_that_only_one_smp_knows_is_enough() -> None:
+    job, (first, second) = two_nodes()
     plan = plan_restore([replace(first, layouts={}), second], job.shards)
     assert plan is not None and plan.decoded == ()
 
@@ -394,9 +398,7 @@ def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
 
 
 def test_of_two_holders_the_first_by_name_is_asked() -> None:
-    job = JOBS["two nodes"]
-    world = World(job, [whole(job, NEW)], NEW)
-    first, second = world.inventories.values()
+    job, (first, second) = two_nodes()
     twice = replace(second, shards=first.shards | second.shards, parities=first.parities | second.parities)
     for inventories in ([first, twice], [twice, first]):
         plan = plan_restore(inventories, job.shards)
@@ -413,20 +415,12 @@ def test_of_two_holders_the_first_by_name_is_asked() -> None:
         (["n0s0", "n1s0", "n2s0"], r"2 ranks .* 3; .*snapshot: \['n2s0'\]; .*job: \[\]"),
         (["n0s0"], r"2 ranks .* 1; .*snapshot: \[\]; .*job: \['n1s0'\]"),
         (["n0s0", "other"], r"snapshot: \['other'\]; .*job: \['n1s0'\]"),
+        ([f"x{i}" for i in range(10)], r"snapshot: \['x0',( 'x\d',?){7}\];"),  # a long list is cut
     ],
 )
 def test_a_job_of_other_coordinates_is_refused(coords: list[str], message: str) -> None:
-    job = JOBS["two nodes"]
-    world = World(job, [whole(job, NEW)], NEW)
     with pytest.raises(StateMismatch, match=message):
-        plan_restore(list(world.inventories.values()), coords)
-
-
-def test_a_long_list_of_other_coordinates_is_cut() -> None:
-    job = JOBS["two nodes"]
-    world = World(job, [whole(job, NEW)], NEW)
-    with pytest.raises(StateMismatch, match=r"snapshot: \['x0',( 'x\d',?){7}\];"):
-        plan_restore(list(world.inventories.values()), [f"x{i}" for i in range(10)])
+        plan_restore(two_nodes()[1], coords)
 
 
 def test_the_order_of_coordinates_and_of_inventories_does_not_matter() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,13 @@ class Copying:
         return []
 
 
+def copied(*tensors: torch.Tensor, **options: Any) -> Copying:
+    """`Copying`, with the copy made."""
+    copying = Copying(*tensors, **options)
+    copying.copy()
+    return copying
+
+
 def flip(tensor: torch.Tensor, index: int) -> None:
     """Flip a bit of the byte at `index`, unseen by version counters."""
     tensor.data.view(-1).view(torch.uint8)[index] ^= 1
@@ -77,8 +85,7 @@ def changed_by_now(witness: Witness) -> list[str]:
 
 
 def test_a_change_in_place_is_named_though_it_puts_back_what_was_there() -> None:
-    copying = Copying(*(torch.ones(3) for _ in range(3)))
-    copying.copy()
+    copying = copied(*(torch.ones(3) for _ in range(3)))
     copying.pieces[1].tensor.add_(1).sub_(1)
     assert changed_by_now(copying.witness) == copying.witness.written() == copying.changed() == ["w1"]
     assert copying.witness.rewritten() == []
@@ -86,8 +93,7 @@ def test_a_change_in_place_is_named_though_it_puts_back_what_was_there() -> None
 
 def test_a_change_through_a_view_or_by_an_optimizer_is_named() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
-    copying = Copying(*parameters)
-    copying.copy()
+    copying = copied(*parameters)
     parameters[0].detach()[1:2].fill_(3)
     parameters[2].grad = torch.ones(4)
     torch.optim.SGD([parameters[2]], lr=1.0).step()
@@ -97,16 +103,14 @@ def test_a_change_through_a_view_or_by_an_optimizer_is_named() -> None:
 def test_a_change_of_the_whole_is_one_of_each_part() -> None:
     """As with state that replicas share."""
     whole = torch.zeros(6)
-    copying = Copying(whole.view(-1)[2:4])
-    copying.copy()
+    copying = copied(whole.view(-1)[2:4])
     whole[:1] = 1
     assert copying.changed() == ["w0"]
 
 
 def test_what_is_written_through_data_is_named() -> None:
     """No version counter shows it."""
-    copying = Copying(*(torch.zeros(1000 * (i + 1)) for i in range(3)))
-    copying.copy()
+    copying = copied(*(torch.zeros(1000 * (i + 1)) for i in range(3)))
     versions = WatchedPieces(copying.pieces).versions()
     copying.pieces[1].tensor.data.fill_(1)
     assert WatchedPieces(copying.pieces).versions() == versions
@@ -142,8 +146,7 @@ def test_a_change_that_is_taken_back_before_the_look_is_seen_in_the_copy() -> No
 
 def test_what_changes_after_the_look_is_of_the_next_step() -> None:
     tensors = [torch.zeros(5), torch.zeros(5)]
-    copying = Copying(*tensors)
-    copying.copy()
+    copying = copied(*tensors)
     copying.look()
     tensors[0].add_(1)
     tensors[1].data.fill_(1)
@@ -151,8 +154,7 @@ def test_what_changes_after_the_look_is_of_the_next_step() -> None:
 
 
 def test_what_the_slot_has_of_others_is_none_of_it() -> None:
-    copying = Copying(torch.zeros(40))
-    copying.copy()
+    copying = copied(torch.zeros(40))
     piece = copying.pieces[0]
     copying.slot[piece.offset - 1] ^= 1
     copying.slot[piece.offset + piece.bytes] ^= 1
@@ -163,28 +165,24 @@ def test_what_the_slot_has_of_others_is_none_of_it() -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5)], ids=str)
 def test_any_dtype_is_compared_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = random_bits(dtype, shape)
-    copying = Copying(tensor)
-    copying.copy()
+    copying = copied(tensor)
     assert copying.changed() == []
     where = looks(-(-tensor.nbytes // SAMPLE_BYTES), [1])[0] * SAMPLE_BYTES
-    copying = Copying(tensor)
-    copying.copy()
+    copying = copied(tensor)
     flip(tensor, min(where + SAMPLE_BYTES, tensor.nbytes) - 1)
     assert copying.changed() == ["w0"]
 
 
 def test_what_is_not_a_number_is_equal_to_itself_and_a_negative_zero_is_not_zero() -> None:
     tensor = torch.tensor([float("nan"), 0.0])
-    copying = Copying(tensor)
-    copying.copy()
+    copying = copied(tensor)
     assert changed_by_now(copying.witness) == []
     tensor.data[1] = -0.0
     assert copying.changed() == ["w0"]
 
 
 def test_many_names_are_cut_and_counted() -> None:
-    copying = Copying(*(torch.zeros(1) for _ in range(11)))
-    copying.copy()
+    copying = copied(*(torch.zeros(1) for _ in range(11)))
     for piece in copying.pieces:
         piece.tensor.data.fill_(1)
     copying.look()
@@ -199,8 +197,7 @@ def test_many_names_are_cut_and_counted() -> None:
 def test_tensors_of_inference_mode_are_watched_without_their_versions() -> None:
     with torch.inference_mode():
         tensors = [torch.zeros(5), torch.zeros(5)]
-    copying = Copying(torch.zeros(5), *tensors)
-    copying.copy()
+    copying = copied(torch.zeros(5), *tensors)
     assert changed_by_now(copying.witness) == []
     with torch.inference_mode():
         tensors[1].fill_(1)
@@ -210,8 +207,7 @@ def test_tensors_of_inference_mode_are_watched_without_their_versions() -> None:
 def test_a_tensor_beside_one_of_inference_mode_keeps_its_version() -> None:
     with torch.inference_mode():
         inferred = torch.zeros(5)
-    copying = Copying(inferred, torch.zeros(5))
-    copying.copy()
+    copying = copied(inferred, torch.zeros(5))
     copying.pieces[1].tensor.add_(1).sub_(1)
     assert copying.changed() == ["w1"]
 
@@ -237,8 +233,7 @@ def test_a_tensor_in_no_order_is_named_at_any_turn(form: str) -> None:
     for turn in range(1, 30):
         tensor = VIEWS[form](torch.zeros(240))
         assert not tensor.is_contiguous()
-        copying = Copying(tensor, turn=turn)
-        copying.copy()
+        copying = copied(tensor, turn=turn)
         assert changed_by_now(copying.witness) == []
         tensor.data.fill_(1)
         assert changed_by_now(copying.witness) == copying.changed() == ["w0"]
@@ -259,8 +254,7 @@ def test_a_torn_copy_of_a_tensor_in_no_order_is_named_at_any_turn(form: str) -> 
 @pytest.mark.parametrize("form", VIEWS)
 def test_each_element_of_a_tensor_in_no_order_has_its_turn(form: str) -> None:
     tensor = VIEWS[form](torch.arange(240.0))
-    copying = Copying(tensor)
-    copying.copy()
+    copying = copied(tensor)
     seen = set()
     for turn in range(PERIODS * tensor.numel()):
         sample = copying.engine.sample(copying.pieces, turn)
@@ -275,8 +269,7 @@ def test_each_element_of_a_tensor_in_no_order_has_its_turn(form: str) -> None:
 def test_a_tensor_that_is_conjugated_or_negated_lazily_is_watched_in_memory(part: str) -> None:
     base = torch.complex(torch.ones(9), torch.ones(9))
     tensor = base.conj() if part == "whole" else base.conj().imag
-    copying = Copying(tensor)
-    copying.copy()
+    copying = copied(tensor)
     assert changed_by_now(copying.witness) == []
     base.data.fill_(3 + 3j)
     assert copying.changed() == ["w0"]
@@ -284,8 +277,7 @@ def test_a_tensor_that_is_conjugated_or_negated_lazily_is_watched_in_memory(part
 
 def test_a_conjugated_copy_is_not_taken_for_a_torn_one() -> None:
     base = torch.complex(torch.ones(9), torch.ones(9))
-    copying = Copying(base.conj(), base.conj().imag)
-    copying.copy()
+    copying = copied(base.conj(), base.conj().imag)
     assert copying.changed() == []
 
 
@@ -297,8 +289,7 @@ def test_empty_tensors_are_passed_over(turn: int) -> None:
             assert copying.changed() == []
     assert changed_by_now(Witness(CpuEngine(), WatchedPieces(()), turn)) == []
     tensor = torch.zeros(3)
-    copying = Copying(torch.zeros(0), tensor, torch.zeros(4, 0).t(), turn=turn)
-    copying.copy()
+    copying = copied(torch.zeros(0), tensor, torch.zeros(4, 0).t(), turn=turn)
     assert changed_by_now(copying.witness) == []
     tensor.data.fill_(1)
     assert copying.changed() == ["w1"]
@@ -372,8 +363,7 @@ class Delayed(CpuEngine):
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_while_copies_are_under_way_changes_count_until_the_step_ends(ended: bool) -> None:
-    copying = Copying(torch.zeros(5), torch.zeros(5), engine=Delayed())
-    copying.copy()
+    copying = copied(torch.zeros(5), torch.zeros(5), engine=Delayed())
     copying.look()
     if ended:
         copying.witness.end()
@@ -384,8 +374,7 @@ def test_while_copies_are_under_way_changes_count_until_the_step_ends(ended: boo
 
 
 def test_a_check_ends_it_if_nobody_has() -> None:
-    copying = Copying(torch.zeros(5), engine=Delayed())
-    copying.copy()
+    copying = copied(torch.zeros(5), engine=Delayed())
     copying.look()
     copying.pieces[0].tensor.add_(1).sub_(1)
     assert copying.changed() == ["w0"]
@@ -394,8 +383,7 @@ def test_a_check_ends_it_if_nobody_has() -> None:
 def test_threads_that_end_and_check_at_once_agree() -> None:
     engine = Delayed()
     for turn in range(50):
-        copying = Copying(torch.zeros(500), torch.zeros(3), turn=turn, engine=engine)
-        copying.copy()
+        copying = copied(torch.zeros(500), torch.zeros(3), turn=turn, engine=engine)
         copying.look()
         start = threading.Barrier(2, timeout=DEADLINE_S)
         found: list[list[str]] = []
@@ -431,8 +419,7 @@ class Failing(CpuEngine):
 
 def test_a_device_that_fails_ends_the_copy() -> None:
     engine = Failing()
-    copying = Copying(torch.zeros(5), engine=engine)
-    copying.copy()
+    copying = copied(torch.zeros(5), engine=engine)
     engine.failing = True
     with pytest.raises(HoldfastError, match="illegal memory access"):
         copying.look()
