@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -253,6 +254,13 @@ class SmpProcess:
         """The SMP's standard error if it contains a traceback; otherwise empty."""
         text = self._errors.read_text() if self._errors.exists() else ""
         return f"{self.name}: {text}" if "Traceback" in text else ""
+
+
+def owner_of(arena: Path) -> Owner:
+    """What the SMP of an arena says of itself."""
+    owner = read_owner(arena)
+    assert owner is not None
+    return owner
 
 
 class Ground:
@@ -663,6 +671,39 @@ def run_on(
     places = [(smp, elements) for smp, row in zip(smps, sizes, strict=True) for elements in row]
     trainers = [Trainer(smp, f"dp{rank}", elements, identity.id) for rank, (smp, elements) in enumerate(places)]
     return Run(trainers, job=smps[0].job, identity=identity, **options).start(epoch)
+
+
+# ---------------------------------------------------------------------- doubles
+
+
+class Watched:
+    """A method whose calls a test watches, and holds up until `go_on` is set if `hold`.
+
+    Attributes:
+        calls: the arguments of each call, and whether `lock` was held.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, lock: threading.Condition, *, hold: bool = False
+    ) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.begun, self.go_on, self.ended = threading.Event(), threading.Event(), threading.Event()
+        original = getattr(owner, name)
+
+        def instead(of: Any, *arguments: Any) -> Any:
+            self.calls.append((*arguments, lock._is_owned()))  # type: ignore[attr-defined]
+            self.begun.set()
+            assert not hold or self.go_on.wait(DEADLINE_S)
+            result = original(of, *arguments)
+            self.ended.set()
+            return result
+
+        monkeypatch.setattr(owner, name, instead)
+
+    @property
+    def held(self) -> list[bool]:
+        """Whether the lock was held in each call."""
+        return [call[-1] for call in self.calls]
 
 
 # ---------------------------------------------------------------------- contents of arenas

@@ -280,32 +280,24 @@ class TestAConnectionThatBreaks:
             assert links.call(peer.address, Asked(number=2)) == {"number": 2}, "the late reply to 1 was taken for it"
         assert peer.connections == 2
 
-    @pytest.mark.parametrize("ending", ["silence", "end"])
-    def test_in_the_middle_of_raw_bytes_is_not_used_again(
-        self, counters: Counters, ground: Ground, ending: str
+    @pytest.mark.parametrize(
+        ("ending", "error"),
+        [("silence", DeadlineExceeded), ("end", SmpUnavailable), ("noise", ProtocolError)],
+    )
+    def test_in_the_middle_of_raw_bytes_or_by_what_is_no_message_is_not_used_again(
+        self, counters: Counters, ground: Ground, ending: str, error: type[HoldfastError]
     ) -> None:
         """Late bytes of a unit must not be taken for a message; here they even look like one."""
         with socket.create_server((ground.host(), 0)) as server, ThreadPoolExecutor(1) as threads:
             server.settimeout(DEADLINE_S)
-            serving = threads.submit(half_a_unit_and_then_a_trap, server, ending)
+            serving = threads.submit(half_an_answer_and_then_a_trap, server, ending)
             with Links(counters, SOON_S if ending == "silence" else DEADLINE_S) as links:
                 address = server.getsockname()[:2]
-                with pytest.raises(DeadlineExceeded if ending == "silence" else SmpUnavailable):
+                with pytest.raises(error, match="holdfast message" if ending == "noise" else ""):
                     links.call(address, Asked(number=1), room(1000))
                 links._deadline_s = DEADLINE_S
                 assert links.call(address, Asked(number=2)) == {"number": 2}
                 assert counted(counters) == (0, 0)
-            serving.result(DEADLINE_S)
-
-    def test_that_says_what_is_no_message_is_not_used_again(self, counters: Counters, ground: Ground) -> None:
-        with socket.create_server((ground.host(), 0)) as server, ThreadPoolExecutor(1) as threads:
-            server.settimeout(DEADLINE_S)
-            serving = threads.submit(noise_and_then_a_trap, server)
-            with Links(counters, DEADLINE_S) as links:
-                address = server.getsockname()[:2]
-                with pytest.raises(ProtocolError, match="holdfast message"):
-                    links.call(address, Asked(number=1))
-                assert links.call(address, Asked(number=2)) == {"number": 2}
             serving.result(DEADLINE_S)
 
     def test_is_no_reason_to_wait_for_what_cannot_be_an_address(self, links: Links) -> None:
@@ -314,11 +306,13 @@ class TestAConnectionThatBreaks:
                 links.call(address, Asked())
 
 
-def half_a_unit_and_then_a_trap(server: socket.socket, ending: str) -> None:
-    """Send half a unit on the first connection, and later a valid message instead of the rest; answer on the second."""
+def half_an_answer_and_then_a_trap(server: socket.socket, ending: str) -> None:
+    """Send half a unit or noise on the first connection, and later a valid message instead of the rest; answer on the
+    second."""
     first = accept(server)
     assert first.receive() is not None
-    first._sock.sendall(frame_of({"number": 1}, 1000) + bytes(500))
+    noise = b"GARBAGE AND NOISE." * 10
+    first._sock.sendall(noise if ending == "noise" else frame_of({"number": 1}, 1000) + bytes(500))
     if ending == "end":
         first.close()
     second = accept(server)
@@ -327,18 +321,6 @@ def half_a_unit_and_then_a_trap(server: socket.socket, ending: str) -> None:
         first.send({"number": "the trap"})
     except HoldfastError:
         pass  # the client has already closed it, which is even better
-    second.send({"number": 2})
-    first.close()
-    assert second.receive() is None
-    second.close()
-
-
-def noise_and_then_a_trap(server: socket.socket) -> None:
-    first = accept(server)
-    assert first.receive() is not None
-    first._sock.sendall(b"GARBAGE AND NOISE." * 10)
-    second = accept(server)
-    assert (second.receive() or ({}, 0))[0]["number"] == 2
     second.send({"number": 2})
     first.close()
     assert second.receive() is None

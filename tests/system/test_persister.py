@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.sources import Sources
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.resume import entering
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, Trainer, flip_a_byte, playground, run_on
+from tests.smp_kit import JOB, PROTECTED, Ground, Run, SmpProcess, Trainer, Watched, flip_a_byte, playground, run_on
 
 EVERY = "100ms"
 
@@ -301,19 +301,13 @@ def test_readiness_is_posted_while_no_epoch_can_replace_the_board(
     moody: tuple[Smp, Run, Moody], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smp, run, _ = moody
-    post, owned = Board.post_due, []
-
-    def watched(board: Board, due: bool) -> None:
-        owned.append(smp.store.changed._is_owned())  # type: ignore[attr-defined]
-        post(board, due)
-
-    monkeypatch.setattr(Board, "post_due", watched)
+    watched = Watched(monkeypatch, Board, "post_due", smp.store.changed)
     # The node may have been posted as due for the first before `watched` was in place, never for the second.
     for step in (1, 2):
         persist(run, run.protect(step))
     await_persisted(run["dp0"].client, 2)
-    assert len(owned) >= 3
-    assert all(owned)
+    assert len(watched.held) >= 3
+    assert all(watched.held)
 
 
 def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, Run, Moody]) -> None:

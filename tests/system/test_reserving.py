@@ -42,7 +42,7 @@ from holdfast.snapshot.resume.arrange import Protection, arrange
 from holdfast.snapshot.resume.reserve import REST, Reserving
 from tests.deadlines import DEADLINE_S
 from tests.proof.crash_kit import next_life
-from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer
+from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, Watched
 
 MUCH = AT_ONCE_BYTES // 3 // 4
 """Elements of a shard. Three such shards are too large to be reserved at once."""
@@ -400,25 +400,17 @@ def test_a_large_slot_loses_its_name_at_once_and_its_memory_without_the_lock_onc
     slot, view = pool.slots[0], pool.view(pool.slots[0])
     view[:] = b"7" * PAGE
     slot.state = SlotState.WRITING
-    held, free, looked = [], Deleted._free, threading.Event()
-
-    def watched(deleted: Deleted, file: Any) -> bool:
-        held.append(lock._is_owned())  # type: ignore[attr-defined]
-        is_free = free(deleted, file)
-        looked.set()
-        return is_free
-
-    monkeypatch.setattr(Deleted, "_free", watched)
+    freeing = Watched(monkeypatch, Deleted, "_free", lock)
     with lock:
         pool.remove(slot)
         assert slot_files(arena.path) == [] and arena.deleted.bytes == PAGE
-    assert looked.wait(DEADLINE_S)
+    assert freeing.ended.wait(DEADLINE_S)
     assert bytes(view) == bytes(PAGE), "what is read is overwritten, and not freed"
     [gone] = arena.path.glob("gone-*")
     view.release()
     with lock:
         assert lock.wait_for(lambda: not arena.deleted.bytes, DEADLINE_S)
-    assert not gone.exists() and not any(held)
+    assert not gone.exists() and not any(freeing.held)
     reserver.close()
 
 
@@ -459,26 +451,18 @@ def test_a_budget_is_reserved_part_by_part_without_the_lock_and_slots_take_from_
 ) -> None:
     monkeypatch.setattr(budget_module, "PART_BYTES", 2 * PAGE)
     arena, lock = Arena(tmp_path / "arena", memory=8 * PAGE), threading.Condition(threading.RLock())
-    pool, reserver, parts = arena.shard_pool("dp0"), Reserver(arena, lock, "normal"), []
-    begun, go_on, reserve_part = threading.Event(), threading.Event(), Budget.reserve_part
-
-    def slowly(budget: Budget, start: int, count: int) -> None:
-        parts.append((start, count, lock._is_owned()))  # type: ignore[attr-defined]
-        begun.set()
-        assert go_on.wait(DEADLINE_S)
-        reserve_part(budget, start, count)
-
-    monkeypatch.setattr(Budget, "reserve_part", slowly)
+    pool, reserver = arena.shard_pool("dp0"), Reserver(arena, lock, "normal")
+    slow = Watched(monkeypatch, Budget, "reserve_part", lock, hold=True)
     arena.reserve_rest()
     with lock:
         reserver.go_on()
-    assert begun.wait(DEADLINE_S)
+    assert slow.begun.wait(DEADLINE_S)
     with lock:
         pool.create(7 * PAGE)
-        go_on.set()
+        slow.go_on.set()
     if (thread := reserver._thread) is not None:
         thread.join(DEADLINE_S)
-    assert parts == [(0, 2 * PAGE, False)]
+    assert slow.calls == [(0, 2 * PAGE, False)]
     assert (arena.path / "reserve").stat().st_blocks * 512 == arena.budget.held == arena.budget.left == PAGE
     reserver.close()
 
@@ -541,24 +525,17 @@ def test_no_trainer_waits_while_a_large_slot_that_was_taken_away_is_made_again(
     await_reserved(store)
     pool = store.arena.shard_pool("dp0")
     _, _, late = store.receiving.slot_for(pool, SnapshotId(1, 5), PAGE)
-    held, go_on, reserve = [], threading.Event(), SlotMemory.reserve
-
-    def slowly(memory: SlotMemory, start: int, count: int) -> None:
-        held.append(store.changed._is_owned())  # type: ignore[attr-defined]
-        assert go_on.wait(DEADLINE_S)
-        reserve(memory, start, count)
-
-    monkeypatch.setattr(SlotMemory, "reserve", slowly)
+    slow = Watched(monkeypatch, SlotMemory, "reserve", store.changed, hold=True)
     owners = Owners(store.arena.path, 1)
     [slot] = [slot for slot in pool.slots if owners.change(pool.path(slot).name, FREE, taken(1))]
     with pytest.raises(ProtocolError):  # nothing was written
         store.seal(Seal(snapshot=SnapshotId(1, 6), coord="dp0", slot=pool.path(slot).name, taken=1, keep=()))
     assert sorted(each.state for each in pool.slots) == [SlotState.FREE, SlotState.MAKING]
     late[:] = b"x" * PAGE
-    go_on.set()
+    slow.go_on.set()
     await_reserved(store)
     assert [each.state for each in pool.slots] == [SlotState.FREE] * 2
-    assert held == [False]
+    assert slow.held == [False]
     assert bytes(pool.view(slot)) == bytes(PAGE), "whoever received writes to nothing"
     store.reserver.close()
 

@@ -25,6 +25,7 @@ from holdfast.smp_daemon.storage.pool import SlotMemory, SlotPool, SlotState
 from holdfast.smp_daemon.storage.receiving import Receiving
 from holdfast.smp_daemon.storage.reserver import Reserver
 from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Watched
 
 UNIT = 8
 LENGTHS = {"dp0": 20, "dp1": 13, "dp2": 8}
@@ -624,26 +625,9 @@ def test_where_there_is_no_memory_nothing_is_taken_from_those_who_hold_some(
     assert place.holdings.damaged_units(ShardKey(FIRST, "dp1")) == []
 
 
-class Slow:
-    """Memory whose reservation takes as long as a test wants. `held`: whether the store's lock was held meanwhile."""
-
-    def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held: list[bool] = []
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        reserve = SlotMemory.reserve
-
-        def slowly(memory: SlotMemory, start: int, count: int) -> None:
-            self.held.append(place.holdings._lock._is_owned())  # type: ignore[attr-defined]
-            self.begun.set()
-            assert self.go_on.wait(DEADLINE_S)
-            reserve(memory, start, count)
-
-        monkeypatch.setattr(SlotMemory, "reserve", slowly)
-
-
 def test_nobody_waits_while_a_slot_to_receive_into_is_made(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.smp_daemon.storage.arena.is_at_once", lambda length: False)
-    slow = Slow(place, monkeypatch)
+    slow = Watched(monkeypatch, SlotMemory, "reserve", place.holdings._lock, hold=True)
     with ThreadPoolExecutor(2) as threads:
         receiving = [threads.submit(receive, place, ShardKey(snapshot, "dp0")) for snapshot in (FIRST, SECOND)]
         assert slow.begun.wait(DEADLINE_S)
@@ -661,19 +645,13 @@ def test_nobody_waits_while_a_slot_to_receive_into_is_made(place: Place, monkeyp
 def test_two_threads_that_receive_the_first_of_a_shard_share_its_pool(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, shard_pool = list[bool](), Arena.shard_pool
-
-    def asking(arena: Arena, coord: str) -> SlotPool:
-        asked.append(place.holdings._lock._is_owned())  # type: ignore[attr-defined]
-        return shard_pool(arena, coord)
-
-    monkeypatch.setattr(Arena, "shard_pool", asking)
+    asked = Watched(monkeypatch, Arena, "shard_pool", place.holdings._lock)
     receive(place, SHARD)
-    assert asked and all(asked), "the pool is made under the store's lock"
+    assert asked.held and all(asked.held), "the pool is made under the store's lock"
 
 
 def test_a_slot_that_a_thread_makes_for_itself_is_left_to_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(place, monkeypatch)
+    slow = Watched(monkeypatch, SlotMemory, "reserve", place.holdings._lock, hold=True)
     pool, other = place.pool(SHARD), place.arena.shard_pool("dp1")
     with ThreadPoolExecutor(1) as threads:
         making = threads.submit(place.receiving.make, pool, 20)
