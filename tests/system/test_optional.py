@@ -20,9 +20,8 @@ from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.service import Smp
-from holdfast.smp_daemon.shared.paths import read_owner
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, run_on
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, owner_of, run_on
 from tests.system.test_persister import persist
 
 
@@ -68,8 +67,8 @@ def metrics_at(port: int) -> str:
 
 def test_a_port_that_is_taken_moves_the_page(ground: Ground, taken: int, capsys: pytest.CaptureFixture[str]) -> None:
     smp, run = started(ground, "--http", str(taken))
-    owner = read_owner(smp.arena)
-    assert owner is not None and owner.http_port not in (0, taken)
+    owner = owner_of(smp.arena)
+    assert owner.http_port not in (0, taken)
     (said,) = status_of(smp).impaired
     assert f":{owner.http_port}/, not at 127.0.0.1:{taken}" in said
     assert said in " ".join(line.replace("\\", "") for line in (smp.arena / "smp.log").read_text().splitlines())
@@ -88,8 +87,8 @@ def test_a_successor_takes_the_port_once_it_is_free(ground: Ground) -> None:
         smp, _ = started(ground, "--http", str(port))
     smp.kill()
     smp.launch("--priority", "normal", "--http", str(port)).wait_ready().wait_settled()
-    owner = read_owner(smp.arena)
-    assert owner is not None and owner.http_port == port
+    owner = owner_of(smp.arena)
+    assert owner.http_port == port
     assert status_of(smp).impaired == ()
 
 
@@ -137,8 +136,8 @@ def test_other_machines_are_given_metrics_alone(ground: Ground) -> None:
     if here is None:
         pytest.skip("this machine has no address but loopback")
     smp, _ = started(ground, "--http", f"0.0.0.0:{free_port()}")
-    owner = read_owner(smp.arena)
-    assert owner is not None and owner.url == f"http://127.0.0.1:{owner.http_port}/"
+    owner = owner_of(smp.arena)
+    assert owner.url == f"http://127.0.0.1:{owner.http_port}/"
     for path, expected in (("/metrics", 200), ("/", 403), ("/status.json", 403)):
         with socket.create_connection((here, owner.http_port), DEADLINE_S) as sock:
             sock.sendall(f"GET {path} HTTP/1.1\r\nHost: {here}:{owner.http_port}\r\nConnection: close\r\n\r\n".encode())
@@ -235,7 +234,6 @@ def test_a_place_that_cannot_be_had_persists_nothing_and_says_so(
     await_that(failed)
     assert re.search(why, tiers[-1].problem)
     assert not (tmp_path / "nowhere").exists(), "what belongs on a storage that is not mounted is not on another disk"
-    owner = read_owner(smp.arena)
-    assert owner is not None
+    owner = owner_of(smp.arena)
     assert 'holdfast_persist_failing{job="testrun",node="node0"} 1.0' in metrics_at(owner.http_port)
     run.protect(3)

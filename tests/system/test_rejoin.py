@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
 from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.records import PART
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import (
@@ -46,43 +47,39 @@ def rejoined(ground: Ground, smp: SmpProcess) -> None:
     ground.points.wait_any(smp.name, "rejoin.done").go()
 
 
-def started(ground: Ground) -> tuple[list[SmpProcess], Run]:
+def started(ground: Ground) -> tuple[list[SmpProcess], Run, SnapshotId]:
+    """SMPs that hold a protected snapshot; that of node1 is killed."""
     smps, run = ground.job([[90_000], [70_000], [80_000]], protect="2+1")
-    run.protect(1)
+    snapshot = run.protect(1)
     smps[1].kill()
-    return smps, run
+    return smps, run, snapshot
 
 
-def test_a_missing_parity_is_encoded_anew(ground: Ground) -> None:
-    smps, run = started(ground)
-    assert run.protected is not None
+def no_parity(shard: Path, parity: Path) -> None:
+    record_of(parity).unlink()
+
+
+def no_shard(shard: Path, parity: Path) -> None:
+    record_of(shard).write_text("not a record")
+
+
+def damage(shard: Path, parity: Path) -> None:
+    flip_a_byte(shard)
+    flip_a_byte(parity, 0)
+
+
+@pytest.mark.parametrize("spoil", [no_parity, no_shard, damage])
+def test_what_is_missing_or_damaged_is_computed_again(ground: Ground, spoil: Callable[[Path, Path], None]) -> None:
+    smps, run, snapshot = started(ground)
     tag = run.layout.tag(0)
-    record_of(parity_file(smps[1], run.protected, tag, 1)).unlink()
+    spoil(shard_file(smps[1], snapshot, "dp1"), parity_file(smps[1], snapshot, tag, 1))
     rejoined(ground, smps[1])
-    assert parity_units(smps[1], run.protected, tag, 1) == parities_by_xor(run, 0, run.protected)[1]
-
-
-def test_a_missing_shard_is_computed_again(ground: Ground) -> None:
-    smps, run = started(ground)
-    assert run.protected is not None
-    record_of(shard_file(smps[1], run.protected, "dp1")).write_text("not a record")
-    rejoined(ground, smps[1])
-    assert shard_file(smps[1], run.protected, "dp1").read_bytes() == run["dp1"].image(run.protected)
-
-
-def test_damaged_units_are_mended(ground: Ground) -> None:
-    smps, run = started(ground)
-    assert run.protected is not None
-    tag = run.layout.tag(0)
-    flip_a_byte(shard_file(smps[1], run.protected, "dp1"))
-    flip_a_byte(parity_file(smps[1], run.protected, tag, 1), 0)
-    rejoined(ground, smps[1])
-    assert shard_file(smps[1], run.protected, "dp1").read_bytes() == run["dp1"].image(run.protected)
-    assert parity_units(smps[1], run.protected, tag, 1) == parities_by_xor(run, 0, run.protected)[1]
+    assert shard_file(smps[1], snapshot, "dp1").read_bytes() == run["dp1"].image(snapshot)
+    assert parity_units(smps[1], snapshot, tag, 1) == parities_by_xor(run, 0, snapshot)[1]
 
 
 def test_who_lacks_nothing_asks_nobody(ground: Ground) -> None:
-    smps, run = started(ground)
+    smps, run, _ = started(ground)
     smps[0].kill()
     smps[2].kill()
     rejoined(ground, smps[1])
@@ -91,9 +88,8 @@ def test_who_lacks_nothing_asks_nobody(ground: Ground) -> None:
 
 
 def test_a_newer_epoch_is_left_alone(ground: Ground) -> None:
-    smps, run = started(ground)
-    assert run.protected is not None
-    record_of(shard_file(smps[1], run.protected, "dp1")).unlink()
+    smps, run, snapshot = started(ground)
+    record_of(shard_file(smps[1], snapshot, "dp1")).unlink()
     smps[1].rules = [("rejoin.before", None), ("receive.taken", None)]
     smps[1].launch().wait_ready()
     held = ground.points.wait_any("node1", "rejoin.before")
@@ -108,9 +104,7 @@ def test_a_newer_epoch_is_left_alone(ground: Ground) -> None:
 
 @pytest.mark.parametrize("point", ["rebuild.middle", "receive.done"])
 def test_what_is_received_gives_way_to_the_trainer_that_writes_it(ground: Ground, point: str) -> None:
-    smps, run = started(ground)
-    snapshot = run.protected
-    assert snapshot is not None
+    smps, run, snapshot = started(ground)
     record_of(shard_file(smps[1], snapshot, "dp1")).unlink()
     smps[1].rules = [(point, None), ("rejoin.done", None)]
     smps[1].launch().wait_ready()
@@ -126,7 +120,7 @@ def test_what_is_received_gives_way_to_the_trainer_that_writes_it(ground: Ground
 
 
 def test_others_that_ask_while_it_starts_are_answered_once_it_knows_who_it_is(ground: Ground) -> None:
-    smps, _ = started(ground)
+    smps, *_ = started(ground)
     smps[1].rules = [("start.bound", None)]
     smps[1].launch()
     held = ground.points.wait_any("node1", "start.bound")
@@ -165,7 +159,7 @@ def test_what_says_whose_an_arena_was_is_left_to_the_last_and_found(ground: Grou
 
 
 def test_what_was_being_written_when_it_died_is_removed(ground: Ground) -> None:
-    smps, _ = started(ground)
+    smps, *_ = started(ground)
     part = Path(smps[1].arena / f"layout-1-0.json{PART}")
     part.write_text('{"cut')
     smps[1].rules = []
@@ -174,7 +168,7 @@ def test_what_was_being_written_when_it_died_is_removed(ground: Ground) -> None:
 
 
 def test_an_smp_that_was_missed_by_itself_before_it_listened_starts(ground: Ground) -> None:
-    smps, _ = started(ground)
+    smps, *_ = started(ground)
     smps[1].rules = [("start.adopted", None)]
     smps[1].launch()
     held = ground.points.wait_any("node1", "start.adopted")

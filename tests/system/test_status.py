@@ -36,14 +36,14 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, Protoc
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_SAYING
-from holdfast.smp_daemon.shared.paths import Owner, read_owner
+from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.runs import runs_in_reach
 from holdfast.smp_daemon.shared.stragglers import Own
 from holdfast.smp_daemon.shared.versions import PROTOCOL_VERSION
 from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, run_on, suspend
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, owner_of, run_on, suspend
 from tests.system.test_regroup import SNAPSHOT, everything, layout_of
 
 ROOT = Path(__file__).parents[2]
@@ -188,9 +188,8 @@ def job(smps: list[SmpProcess]) -> Run:
 
 
 def fetch(smp: SmpProcess, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    owner = read_owner(smp.arena)
-    assert owner is not None
-    request = urllib.request.Request(f"http://127.0.0.1:{owner.http_port}{path}", headers=headers)
+    url = f"http://127.0.0.1:{owner_of(smp.arena).http_port}{path}"
+    request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return answer.status, dict(answer.headers), answer.read()
@@ -264,8 +263,7 @@ def test_the_page_and_what_it_asks_for(smps: list[SmpProcess], job: Run) -> None
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/nothing"])
 def test_a_head_is_answered_as_a_get_without_the_body(smps: list[SmpProcess], path: str) -> None:
-    owner = read_owner(smps[1].arena)
-    assert owner is not None
+    owner = owner_of(smps[1].arena)
     with closing(HTTPConnection("127.0.0.1", owner.http_port, timeout=DEADLINE_S)) as connection:
         found = []
         for method in ("HEAD", "GET", "HEAD"):  # on one connection, where an unread body corrupts what follows
@@ -278,8 +276,7 @@ def test_a_head_is_answered_as_a_get_without_the_body(smps: list[SmpProcess], pa
 
 
 def test_an_smp_that_is_stuck_is_not_healthy(smps: list[SmpProcess]) -> None:
-    owner = read_owner(smps[1].arena)
-    assert owner is not None
+    owner = owner_of(smps[1].arena)
     suspend(owner.pid)
     with pytest.raises(TimeoutError):
         urllib.request.urlopen(f"http://127.0.0.1:{owner.http_port}/healthz", timeout=0.2)
@@ -315,13 +312,11 @@ def test_metrics_are_what_dashboard_and_alerts_ask_for(smps: list[SmpProcess], j
 
 def test_an_smp_that_comes_back_shows_itself_where_it_did(ground: Ground) -> None:
     smp = ground.smp()
-    before = read_owner(smp.arena)
-    assert before is not None
+    before = owner_of(smp.arena)
     assert before.http_port > 0
     smp.kill()
     smp.restart()
-    after = read_owner(smp.arena)
-    assert after is not None
+    after = owner_of(smp.arena)
     assert after.http_port == before.http_port
 
 

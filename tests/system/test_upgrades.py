@@ -23,7 +23,6 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import VersionMismatch, failure_of
 from holdfast.smp_daemon.shared.messages import AskShard, Hello, Ping
-from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.versions import (
     ARENA_FORMAT,
@@ -35,7 +34,7 @@ from holdfast.smp_daemon.shared.versions import (
     spoken,
 )
 from tests.proof.crash_kit import Job, job
-from tests.smp_kit import JOB, Ground, SmpProcess, playground, run_on
+from tests.smp_kit import JOB, Ground, SmpProcess, owner_of, playground, run_on
 
 ROOT = Path(__file__).parents[2]
 NEXT, AFTER = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
@@ -247,8 +246,7 @@ def test_the_version_is_in_the_status(
     main(["status", "--arena", str(ground.base)])
     assert f"holdfast {RELEASE}" in capsys.readouterr().out
     neighbour.replace(smps[1], monkeypatch).wait_ready()
-    owner = read_owner(smps[1].arena)
-    assert owner is not None and owner.version == "9.1.0"
+    assert owner_of(smps[1].arena).version == "9.1.0"
     main(["status", "--arena", str(ground.base)])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{RELEASE} on node0; 9.1.0 on node1" in shown

@@ -17,11 +17,10 @@ from holdfast.smp_daemon.ops.web import MAX_REQUESTS
 from holdfast.smp_daemon.shared.credentials import Credentials
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.handshake import MAGIC, NAME_BYTES, prove_to_server
-from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.transport import SocketStream, call, connect
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, playground
+from tests.smp_kit import JOB, Ground, owner_of, playground
 from tests.system.attacks.victim import HELD, Victim, ask, dial
 
 TOKEN = b"a token of enough bytes"
@@ -41,8 +40,7 @@ def test_connections_that_say_nothing_do_not_keep_others_out(victim: Victim, cou
 
 
 def test_the_page_serves_others_while_requests_never_end(victim: Victim) -> None:
-    owner = read_owner(victim.smp.arena)
-    assert owner is not None
+    owner = owner_of(victim.smp.arena)
     page = ("127.0.0.1", owner.http_port)
     with ExitStack() as stack:
         for _ in range(3 * MAX_REQUESTS):
