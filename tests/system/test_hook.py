@@ -28,7 +28,6 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.paths import read_owner
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units, read_json, record_name
 from holdfast.snapshot import connect
@@ -38,7 +37,7 @@ from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.step.copier import Copier
 from tests.deadlines import DEADLINE_S, await_that
 from tests.scripts import completed, python, started
-from tests.smp_kit import kill_smps, mounted, read_line, suspend
+from tests.smp_kit import kill_smps, mounted, owner_of, read_line, suspend
 from tests.system.test_transport import Notice, noticing
 
 SCRIPT = """
@@ -107,10 +106,24 @@ def values(model: torch.nn.Module, optim: torch.optim.Optimizer) -> list[torch.T
     return [tensor.detach().clone() for tensor in tensors]
 
 
+def trained() -> list[torch.Tensor]:
+    """Train a job two steps, end it and keep its snapshots; return its values."""
+    model, optim = small()
+    with InMemorySnapshot(model, optim, keep=True) as snap:
+        train(snap, model, optim, 2)
+    return values(model, optim)
+
+
+def assert_goes_on(step: int, kept: list[torch.Tensor]) -> None:
+    """A new job begins with a step, and with these values."""
+    model, optim = small()
+    with InMemorySnapshot(model, optim) as snap:
+        assert snap.step == step
+        assert all(map(torch.equal, values(model, optim), kept))
+
+
 def smp_pid(arena: Path) -> int:
-    owner = read_owner(arena / "test")
-    assert owner is not None
-    return owner.pid
+    return owner_of(arena / "test").pid
 
 
 @pytest.mark.proves("trainers-die")
@@ -144,10 +157,7 @@ def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) 
             kept = values(model, optim)
             half_a_step(snap, model)
             raise ZeroDivisionError
-    again, other = small()
-    with InMemorySnapshot(again, other) as snap:
-        assert snap.step == 4
-        assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+    assert_goes_on(4, kept)
 
 
 def test_a_getter_that_fails_as_the_hook_is_entered_leaves_nothing_behind(
@@ -242,13 +252,10 @@ def test_how_a_rank_started_is_a_line(more: dict[str, Any], facts: str) -> None:
 
 
 def test_restored_tensors_do_not_alias_the_snapshot(arena: Path) -> None:
-    model, optim = small()
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        train(snap, model, optim, 2)
-    kept = values(model, optim)
+    kept = trained()
     for _ in range(2):
         again, other = small()
-        with InMemorySnapshot(again, other, keep=True) as snap:
+        with InMemorySnapshot(again, other, keep=True):
             assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
             for parameter in again.parameters():
                 parameter.data.fill_(7)
@@ -320,9 +327,7 @@ def test_without_a_free_slot_steps_are_skipped_rather_than_waited_for(arena: Pat
 
 @pytest.mark.proves("all-or-refused")
 def test_another_model_is_refused_before_anything_is_written(arena: Path) -> None:
-    model, optim = small(4)
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        train(snap, model, optim, 2)
+    trained()
     other, its_optim = small(5)
     before = values(other, its_optim)
     with pytest.raises(StateMismatch, match=r"model0\.weight is F32\[3, 4\] .*F32\[3, 5\]"):
@@ -332,18 +337,14 @@ def test_another_model_is_refused_before_anything_is_written(arena: Path) -> Non
 
 
 def test_a_renamed_parameter_is_named(arena: Path) -> None:
-    model, optim = small()
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        train(snap, model, optim, 2)
+    trained()
     wrapped = torch.nn.Sequential(torch.nn.Linear(4, 3))
     with pytest.raises(StateMismatch, match=r"model0\.bias only .*model0\.0\.bias only"):
         InMemorySnapshot(wrapped, torch.optim.Adam(wrapped.parameters())).__enter__()
 
 
 def test_another_optimizer_is_named_and_nothing_is_put_into_it(arena: Path) -> None:
-    model, optim = small()
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        train(snap, model, optim, 2)
+    trained()
     other = torch.nn.Linear(4, 3)
     sgd = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(StateMismatch, match=r"optim is .*\.Adam .*\.SGD "):
@@ -570,10 +571,7 @@ def test_a_signal_that_raises_while_the_smp_is_asked_costs_a_snapshot_or_two(are
         kept = values(model, optim)
         half_a_step(snap, model)
         raise KeyboardInterrupt
-    again, other = small()
-    with InMemorySnapshot(again, other) as snap:
-        assert snap.step == 12
-        assert all(torch.equal(a, b) for a, b in zip(values(again, other), kept, strict=True))
+    assert_goes_on(12, kept)
 
 
 AT_WORK = """
@@ -696,42 +694,42 @@ def test_the_hooks_are_gone_after_the_block(arena: Path) -> None:
     assert snap.step == 1
 
 
-def test_data_loader_workers_can_be_forked_and_grpc_is_not_loaded(arena: Path) -> None:
-    code = """
-import sys, torch
-from holdfast import InMemorySnapshot
-model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
+FORKS = {
+    "the workers of a loader": """
+data = torch.randn(12, 4)
+loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
 with InMemorySnapshot(model, optim) as snap:
-    data = torch.randn(12, 4)
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
     for batch in snap.data(loader):
-        optim.zero_grad(); model(batch).sum().backward(); snap.drain(60); optim.step()
-    print(snap.step, snap.protected_step, "grpc" in sys.modules)
-"""
-    done = python(code)
-    assert done.stdout.split() == ["6", "5", "False"], done.stderr
-
-
-def test_a_forked_process_that_leaves_the_block_does_not_end_the_job(arena: Path) -> None:
-    code = """
-import os, torch
-from holdfast import InMemorySnapshot
-model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
-def steps():
-    for _ in range(3):
-        optim.zero_grad(); model(torch.randn(2, 4)).sum().backward(); snap.drain(60); optim.step()
+        step(batch)
+    print(snap.step, snap.protected_step, snap.statistics.failed, "grpc" in sys.modules)
+""",
+    "a process that leaves the block": """
 with InMemorySnapshot(model, optim) as snap:
-    steps()
+    for _ in range(3):
+        step(torch.randn(2, 4))
     child = os.fork()
     if child:
         assert os.waitpid(child, 0)[1] == 0
-        steps()
-        print(snap.step, snap.protected_step, snap.statistics.failed)
+        for _ in range(3):
+            step(torch.randn(2, 4))
+        print(snap.step, snap.protected_step, snap.statistics.failed, "grpc" in sys.modules)
 if not child:
     os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("how", FORKS)
+def test_what_is_forked_does_not_end_the_job_and_grpc_is_not_loaded(arena: Path, how: str) -> None:
+    code = """
+import os, sys, torch
+from holdfast import InMemorySnapshot
+model = torch.nn.Linear(4, 3); optim = torch.optim.Adam(model.parameters())
+def step(batch):
+    optim.zero_grad(); model(batch).sum().backward(); snap.drain(60); optim.step()
 """
-    done = python(code)
-    assert done.stdout.split() == ["6", "5", "0"], done.stderr
+    done = python(code + FORKS[how])
+    assert done.stdout.split() == ["6", "5", "0", "False"], done.stderr
 
 
 @pytest.mark.proves("budget")
@@ -808,51 +806,6 @@ def test_a_frozen_base_is_restored(arena: Path) -> None:
     with InMemorySnapshot(fresh, fresh_optim, protect="none") as snap:
         assert snap.step == 6
         assert all(map(torch.equal, values(fresh, fresh_optim), values(model, optim)))
-
-
-def test_several_optimizers_and_a_scaler_that_skips_come_back(arena: Path) -> None:
-    def make() -> tuple[torch.nn.Module, list[torch.optim.Optimizer], torch.amp.GradScaler]:
-        torch.manual_seed(3)
-        model = torch.nn.Linear(4, 3)
-        return (
-            model,
-            [torch.optim.Adam([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1, momentum=0.9)],
-            torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
-        )
-
-    def step(job: tuple[Any, list[Any], Any], i: int, snap: InMemorySnapshot | None) -> None:
-        model, optims, scaler = job
-        if snap is not None:
-            snap.begin()
-        for optim in optims:
-            optim.zero_grad()
-        scaler.scale(model(torch.full((2, 4), float("inf") if i == 3 else 1.0 + i)).sum()).backward()
-        if snap is not None:
-            snap.drain(60)
-        for optim in optims:
-            scaler.step(optim)
-        scaler.update()
-
-    def state(job: tuple[Any, list[Any], Any]) -> list[Any]:
-        model, optims, scaler = job
-        held = [v for optim in optims for s in optim.state.values() for v in s.values()]
-        return [*(t.tolist() for t in [*model.parameters(), *held]), scaler.state_dict()]
-
-    undisturbed = make()
-    for i in range(8):
-        step(undisturbed, i, None)
-    job = make()
-    with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, keep=True, protect="none") as snap:
-        for i in range(5):
-            step(job, i, snap)
-        snap.begin()
-        assert snap.drain(60)
-    job = make()
-    with InMemorySnapshot(job[0], job[1], extra={"scaler": job[2]}, protect="none") as snap:
-        assert snap.step == 5
-        for i in range(5, 8):
-            step(job, i, snap)
-    assert state(job) == state(undisturbed)
 
 
 def test_in_a_loop_over_steps_begin_does_nothing(arena: Path) -> None:
