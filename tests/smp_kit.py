@@ -44,6 +44,7 @@ from holdfast.smp_daemon.shared.plan import RestorePlan, plan_restore
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_command
 from holdfast.smp_daemon.shared.starts import Start
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.trainer_slots import TakenSlot
 from holdfast.snapshot.resume.arrange import arrange, node_of_rank, parse_protect
 from tests.deadlines import DEADLINE_S, await_that
@@ -674,6 +675,15 @@ def run_on(
 
 
 # ---------------------------------------------------------------------- doubles
+
+
+class ManualClock(System):
+    """A machine whose clock the test moves."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 class Watched:

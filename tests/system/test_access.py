@@ -49,11 +49,10 @@ from holdfast.smp_daemon.shared.messages import PeerInventory, Ping
 from holdfast.smp_daemon.shared.plain import encode_json
 from holdfast.smp_daemon.shared.settings import TLS_NAME
 from holdfast.smp_daemon.shared.spawn import smp_command
-from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.shared.transport import call, connect
 from tests.access_kit import Authority, credentials, needs_openssl, token_file
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, refusal, run_on
+from tests.smp_kit import JOB, Ground, ManualClock, Run, SmpProcess, refusal, run_on
 from tests.system.attacks.victim import HELD, say_control
 
 TOKEN = b"a token of enough bytes"
@@ -267,13 +266,7 @@ def test_a_caller_that_has_hung_up_may_have_no_address(named: str, address: tupl
 
 
 def test_a_refusal_is_logged_once_a_minute_for_each_address() -> None:
-    class Clock(System):
-        now_s = 0.0
-
-        def monotonic(self) -> float:
-            return self.now_s
-
-    clock = Clock()
+    clock = ManualClock()
     gate = Gate(Credentials(), JOB, clock)
     assert gate.complain("a", "why") and gate.complain("b", "why") and not gate.complain("a", "why")
     clock.now_s += COMPLAIN_EVERY_S

@@ -26,12 +26,11 @@ from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.deadlines import Deadlines, parse_deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
-from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge, judge_lease
 from holdfast.smp_daemon.watchdog.watchdog import Watchdog
 from tests.deadlines import DEADLINE_S, await_that
 from tests.scripts import started
-from tests.smp_kit import JOB, Ground, SmpProcess, read_line
+from tests.smp_kit import JOB, Ground, ManualClock, SmpProcess, read_line
 
 LIMITS = Deadlines(start=900, restore=600, step=60, copy=120, factor=10)
 
@@ -236,19 +235,13 @@ def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) ->
 def test_a_restore_is_slow_and_not_stuck_while_the_smp_moves_bytes(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    class Clock(System):
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-    clock, board = Clock(), Board(tmp_path / "board", create=True)
+    clock, board = ManualClock(), Board(tmp_path / "board", create=True)
     attendance = Watchdog(lambda: board, LIMITS, None, threads=clock)
     row = attendance.attend(other.pid, "dp3")
     assert row is not None
 
     def health_after(seconds: float) -> Health:
-        clock.now += seconds
+        clock.now_s += seconds
         return attendance.trainers()[0].health
 
     board.heartbeat(row, TrainerPhase.RESTORE, 0)

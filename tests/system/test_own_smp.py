@@ -11,25 +11,16 @@ from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot import rank
 from holdfast.snapshot.rank import LEAST_PAUSE_S, OwnSmp
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, suspend
-
-
-class Ahead(System):
-    """A machine whose clock is ahead."""
-
-    by_s = 0.0
-
-    def monotonic(self) -> float:
-        return MACHINE.monotonic() + self.by_s
+from tests.smp_kit import Ground, ManualClock, suspend
 
 
 def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) -> None:
-    smp, ahead = ground.smp(), Ahead()
-    own = OwnSmp(smp.arena, smp.job, "dp0", start=False, system=ahead)
+    smp, clock = ground.smp(), ManualClock()
+    own = OwnSmp(smp.arena, smp.job, "dp0", start=False, system=clock)
     own.attach(1, lambda: None)
     process = psutil.Process(own.client.pid)
     suspend(process.pid)
@@ -40,7 +31,7 @@ def test_an_smp_that_stands_still_is_asked_more_and_more_seldom(ground: Ground) 
             with patch.object(SmpClient, "join", side_effect=AssertionError("it is asked, and waited for")):
                 with pytest.raises(SmpUnavailable, match="asked again later"):
                     own.attach(2, lambda: None)
-            ahead.by_s += pause_s
+            clock.now_s += pause_s
     finally:
         process.resume()
     own.attach(2, lambda: None)

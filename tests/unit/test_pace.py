@@ -199,16 +199,11 @@ def test_a_few_odd_windows_change_nothing(loop: Loop, odd_s: float) -> None:
     assert loop.step() == spread()
 
 
-def test_windows_that_stay_shorter_are_noticed(loop: Loop) -> None:
-    for _ in range(REMEMBERED // 4):
-        loop.step(WINDOW_S / 2)
-    assert loop.step() == spread(WINDOW_S / 2)
-
-
-def test_windows_that_stay_longer_are_noticed(loop: Loop) -> None:
-    for _ in range(REMEMBERED):
-        loop.step(WINDOW_S * 2)
-    assert loop.step() == spread(WINDOW_S * 2)
+@pytest.mark.parametrize(("count", "window_s"), [(REMEMBERED // 4, WINDOW_S / 2), (REMEMBERED, WINDOW_S * 2)])
+def test_windows_that_stay_shorter_or_longer_are_noticed(loop: Loop, count: int, window_s: float) -> None:
+    for _ in range(count):
+        loop.step(window_s)
+    assert loop.step() == spread(window_s)
 
 
 def test_only_the_first_fence_after_a_boundary_ends_a_window(loop: Loop) -> None:
