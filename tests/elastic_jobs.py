@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast.chaos import drill
-from holdfast.chaos.trainer import Trainer
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.plain import to_plain
+from tests.jobs import joined
 from tests.proof.jobs.elastic import Elastic
 from tests.proof.jobs.zero import Zero
 
@@ -40,10 +40,8 @@ class Count:
 
 def train() -> None:
     """Train a job of kind `kind` up to step `steps`, with each snapshot protected before the next step ends."""
-    trainer = Trainer.from_environment()
+    trainer = joined()
     args = trainer.args
-    torch.set_num_threads(1)
-    trainer.init_process_group()
     job: Any
     if args["kind"] == "megatron":
         from tests.proof.gpt import FullGpt

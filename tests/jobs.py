@@ -41,6 +41,15 @@ DRAIN_DEADLINE_S = 1.0
 PERSIST_DEADLINE_S = 30.0
 
 
+def joined(**environment: str) -> Trainer:
+    """This rank, with its environment and its process group."""
+    trainer = Trainer.from_environment()
+    os.environ.update(trainer.args.get("environment", {}) | environment)
+    torch.set_num_threads(1)
+    trainer.init_process_group()
+    return trainer
+
+
 class Stamp(torch.optim.Optimizer):
     """Fills every parameter, and two state tensors of each, with the number of steps taken."""
 
@@ -83,10 +92,7 @@ def stamps(model: Stamped, optim: Stamp) -> list[float]:
 
 def stamped() -> None:
     """Train up to step `steps`; report at the start and the end which steps the tensors are of."""
-    trainer = Trainer.from_environment()
-    os.environ.update(trainer.args.get("environment", {}))
-    torch.set_num_threads(1)
-    trainer.init_process_group()
+    trainer = joined()
     model = Stamped(20_000 + trainer.args.get("skew", 1000) * trainer.rank)
     optim = Stamp(model.parameters())
     with InMemorySnapshot(model, optim, start=False, **trainer.args.get("options", {})) as snap:
@@ -124,10 +130,8 @@ def paced() -> None:
     A snapshot delays the loop by `cost_s`, the duration of a slow ``get``. Reports the steps after which snapshots were
     taken.
     """
-    trainer = Trainer.from_environment()
+    trainer = joined()
     args = trainer.args
-    torch.set_num_threads(1)
-    trainer.init_process_group()
     os.environ["HOLDFAST_MTBF"] = args["mtbf"]
     lines, logger = Lines(), logging.getLogger("holdfast.snapshot.interval.control")
     logger.setLevel(logging.INFO)
@@ -174,9 +178,7 @@ def shown() -> list[str]:
 
 def replicated() -> None:
     """Train a small model under DDP, with identical replicas; report digests of the state at the start and the end."""
-    trainer = Trainer.from_environment()
-    torch.set_num_threads(1)
-    trainer.init_process_group()
+    trainer = joined()
     torch.manual_seed(7)
     layers = torch.nn.Sequential(torch.nn.Linear(32, 300), torch.nn.Dropout(0.3), torch.nn.Linear(300, 8))
     model = torch.nn.parallel.DistributedDataParallel(layers)
@@ -201,9 +203,7 @@ def replicated() -> None:
 
 def spread_over_nodes() -> None:
     """Train under DDP, and report how many bytes a restore received over the network."""
-    trainer = Trainer.from_environment()
-    torch.set_num_threads(1)
-    trainer.init_process_group()
+    trainer = joined()
     torch.manual_seed(7)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 4096))
     optim = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -259,10 +259,8 @@ def _counts(statistics: Any) -> dict[str, Any]:
 def checkpoint() -> None:
     """Save an FSDP2 model and its optimizer into memory through DCP, or load them, depending on `mode`; report digests
     of all undivided tensors."""
-    trainer = Trainer.from_environment()
+    trainer = joined()
     args = trainer.args
-    torch.set_num_threads(1)
-    trainer.init_process_group()
     torch.manual_seed(3 if args["mode"] == "save" else 4)
     model: Any = torch.nn.Sequential(torch.nn.Linear(24, 37), torch.nn.Tanh(), torch.nn.Linear(37, 10))
     fully_shard(model, mesh=init_device_mesh("cpu", (trainer.world,)))
@@ -305,11 +303,8 @@ def checkpoint() -> None:
 
 def deepspeed() -> None:
     """Train under DeepSpeed, which loads from memory and saves every step; report losses and digests of parameters."""
-    trainer = Trainer.from_environment()
+    trainer = joined(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
     args = trainer.args
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
-    torch.set_num_threads(1)
-    trainer.init_process_group()
     import deepspeed as ds
 
     from holdfast.integrations.deepspeed import MemoryCheckpointEngine
@@ -388,10 +383,8 @@ class Persisting(Workload):
 def exported() -> None:
     """Train a few steps under DDP or FSDP2, export the snapshot as DCP and as safetensors, and load the DCP export into
     one process; report digests of all undivided tensors of the job and of the loaded state."""
-    trainer = Trainer.from_environment()
+    trainer = joined()
     args = trainer.args
-    torch.set_num_threads(1)
-    trainer.init_process_group()
     torch.manual_seed(3)
     model: Any = _net()
     if args["kind"] == "fsdp":

@@ -15,18 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from holdfast.chaos import drill
-from holdfast.chaos.trainer import Trainer
 from holdfast.integrations.dcp import MemoryReader, MemoryWriter
+from tests.jobs import joined
 
 LAYERS, WIDTH = 4, 20
 
 
 def checkpoint() -> None:
     """Save or load, depending on `mode`; report digests of the undivided tensors of this rank's stage."""
-    trainer = Trainer.from_environment()
+    trainer = joined()
     args = trainer.args
-    torch.set_num_threads(1)
-    trainer.init_process_group()
     sizes = args["pipeline"], trainer.world // args["pipeline"] // args["tensor"], args["tensor"]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
     torch.manual_seed(3 if args["mode"] == "save" else 4)
