@@ -104,31 +104,21 @@ def averaged_after_passes(life: Life) -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("job", "dies", "words"),
     [
-        (initialised_inside, "if snap.step == 0"),
-        (counted_from_zero, "range(snap.epoch"),
-        (listed_anew, "snap.data(lambda"),
-        (averaged_after_passes, 'snap.track("average", tensors=average)'),
+        (initialised_inside, (0, 2), "if snap.step == 0"),
+        (counted_from_zero, (0, 2), "range(snap.epoch"),
+        (listed_anew, (0, 2), "snap.data(lambda"),
+        (averaged_after_passes, (0, 2), 'snap.track("average", tensors=average)'),
+        (several_trainings, None, "training 2 of one process"),  # as the second is entered
+        (noise_after_steps, (3,), "after optim.step()"),
     ],
 )
 def test_what_a_restart_would_not_find_again_is_told(
-    arena: Path, job: Job, words: str, caplog: pytest.LogCaptureFixture
+    arena: Path, job: Job, dies: object, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live(job, dies=(0, 2))
+    live(job, dies=dies)
     assert [line for line in warned(caplog) if words in line]
-
-
-def test_a_second_training_under_one_job_is_told_as_it_is_entered(
-    arena: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    live(several_trainings)
-    assert [line for line in warned(caplog) if "training 2 of one process" in line]
-
-
-def test_noise_after_the_step_of_a_plain_loop_is_told(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
-    live(noise_after_steps, dies=(3,))
-    assert [line for line in warned(caplog) if "after optim.step()" in line]
 
 
 def test_passes_that_nobody_counts_are_refused(arena: Path) -> None:
