@@ -126,9 +126,14 @@ def shm() -> Iterator[Path]:
 
 
 @pytest.fixture
-def ground() -> Iterator[Ground]:
-    """A `Ground` for a test's SMPs."""
-    with playground() as made:
+def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
+    """A `Ground` for a test's SMPs, which start as its marker ``smps`` says."""
+    marker = request.node.get_closest_marker("smps")
+    settings = dict(marker.kwargs) if marker is not None else {}
+    own_python = settings.pop("own_python", False)
+    with pytest.MonkeyPatch.context() as patched, playground(own_python=own_python) as made:
+        for name, value in settings.items():
+            patched.setenv(name, value)
         yield made
 
 

@@ -18,18 +18,14 @@ from holdfast.smp_daemon.shared.processes import HOME, own_command, own_environm
 from holdfast.smp_daemon.shared.spawn import start_smp
 from tests.deadlines import DEADLINE_S
 from tests.scripts import completed, started
-from tests.smp_kit import JOB, Ground, playground, read_line
+from tests.smp_kit import JOB, Ground, read_line
 from tests.system.test_architecture import MODULES, ROOT, parsed
+
+pytestmark = pytest.mark.smps(own_python=True)
 
 DISTRIBUTION = "holdfast-train"
 PLANTED = ("xxhash", "queue", "grpc", "sitecustomize")
 """Modules that an SMP imports, or Python itself, when it starts."""
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground(own_python=True) as ground:
-        yield ground
 
 
 @pytest.fixture

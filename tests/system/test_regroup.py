@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -15,14 +15,16 @@ from holdfast.smp_daemon.shared.messages import Adopt, Encode, Release
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.plan import parity_repairer, plan_restore
 from holdfast.snapshot.resume.arrange import Protection, arrange
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, playground
+from tests.smp_kit import Ground, Run, SmpProcess, Trainer
+
+pytestmark = pytest.mark.smps(HOLDFAST_REGROUP_AFTER="200ms")
 
 SNAPSHOT = SnapshotId(3, 8)
 
 
-def layout_of(nodes: int, data: int, parity: int, *, per_node: int = 1) -> Layout:
+def layout_of(nodes: int, data: int, parity: int, *, per_node: int = 1, least: int = 100) -> Layout:
     ranks = [
-        Node(f"node{i // per_node}", f"10.0.0.{i // per_node}", 1, 2, (Shard(f"dp{i}", 100 + i),))
+        Node(f"node{i // per_node}", f"10.0.0.{i // per_node}", 1, 2, (Shard(f"dp{i}", least + i),))
         for i in range(nodes * per_node)
     ]
     return arrange("job", SNAPSHOT.epoch, ranks, Protection(data, parity), 3)
@@ -197,13 +199,6 @@ class TestThePlan:
 
 
 # ---------------------------------------------------------------------- real SMPs
-
-
-@pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "200ms")
-    with playground() as made:
-        yield made
 
 
 def leave(run: Run) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,20 +24,14 @@ from tests.smp_kit import (
     parities_by_xor,
     parity_file,
     parity_units,
-    playground,
     record_of,
     run_on,
     shard_file,
 )
 
+pytestmark = pytest.mark.smps(HOLDFAST_REJOIN="1")
+
 SHORT_S = 2.0
-
-
-@pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    monkeypatch.setenv("HOLDFAST_REJOIN", "1")
-    with playground() as made:
-        yield made
 
 
 def rejoined(ground: Ground, smp: SmpProcess) -> None:

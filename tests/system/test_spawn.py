@@ -59,11 +59,12 @@ from tests.smp_kit import (
     limited,
     memory_of,
     open_files,
-    playground,
     processes_left,
     read_line,
     run_on,
 )
+
+pytestmark = pytest.mark.smps(own_python=True)
 
 STARTER = """
 import json, sys
@@ -101,12 +102,6 @@ while count:
 """Forks ranks that start an SMP at once, and prints the processor time of each."""
 
 BAD_INIT = "import ctypes\nassert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # adopts orphans, and reaps none\n"
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground(own_python=True) as ground:
-        yield ground
 
 
 @pytest.fixture

@@ -34,7 +34,9 @@ from holdfast.smp_daemon.shared.versions import (
     spoken,
 )
 from tests.proof.crash_kit import Job, job
-from tests.smp_kit import JOB, Ground, SmpProcess, owner_of, playground, run_on
+from tests.smp_kit import JOB, Ground, SmpProcess, owner_of, run_on
+
+pytestmark = pytest.mark.smps(own_python=True, HOLDFAST_REJOIN="1")
 
 ROOT = Path(__file__).parents[2]
 NEXT, AFTER = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
@@ -63,13 +65,6 @@ class Installation:
             changed.setenv("PYTHONPATH", str(self._folder))
             changed.setenv("PYTHONSAFEPATH", "1")
             return smp.launch()
-
-
-@pytest.fixture
-def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    monkeypatch.setenv("HOLDFAST_REJOIN", "1")
-    with playground(own_python=True) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

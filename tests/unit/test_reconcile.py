@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
 from holdfast.smp_daemon.recovery.reconcile import Stage, Task, clutter, lacking
-from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
+from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
-from holdfast.snapshot.resume.arrange import Protection, arrange
+from tests.system import test_regroup
+from tests.system.test_regroup import SNAPSHOT
 
-SNAPSHOT = SnapshotId(3, 8)
-
-
-def layout_of(nodes: int, data: int, parity: int, *, per_node: int = 1) -> Layout:
-    ranks = [
-        Node(f"node{i // per_node}", f"10.0.0.{i // per_node}", 1, 2, (Shard(f"dp{i}", 100_000 + i),))
-        for i in range(nodes * per_node)
-    ]
-    return arrange("job", SNAPSHOT.epoch, ranks, Protection(data, parity), 3)
+layout_of = partial(test_regroup.layout_of, least=100_000)
+"""With so many bytes, every node has parity."""
 
 
 def nobody(layout: Layout) -> Sources:

@@ -17,7 +17,8 @@ from holdfast.smp_daemon.shared.messages import Encode, Release
 from holdfast.smp_daemon.shared.sources import as_laid_out
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from tests.deadlines import DEADLINE_S
-from tests.unit.test_reconcile import SNAPSHOT, layout_of
+from tests.system.test_regroup import SNAPSHOT
+from tests.unit.test_reconcile import layout_of
 
 LAYOUT = layout_of(4, 3, 1)
 SOURCES = as_laid_out(SNAPSHOT, LAYOUT)

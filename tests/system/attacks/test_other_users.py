@@ -8,7 +8,6 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,10 @@ from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.uids import _asked, _looked_up, uid_of
 from tests.scripts import completed, started
-from tests.smp_kit import JOB, Ground, playground, read_line, refusal
+from tests.smp_kit import JOB, Ground, read_line, refusal
 from tests.system.attacks.victim import Victim, frame
+
+pytestmark = pytest.mark.smps(own_python=True)
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
@@ -143,12 +144,6 @@ def test_the_kernel_says_whose_a_connection_is() -> None:
 
 
 # ---------------------------------------------------------------------- directories of other users
-
-
-@pytest.fixture
-def ground() -> Iterator[Ground]:
-    with playground(own_python=True) as ground:
-        yield ground
 
 
 def start(ground: Ground, arena: Path) -> str:
