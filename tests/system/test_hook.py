@@ -119,7 +119,7 @@ def assert_goes_on(step: int, kept: list[torch.Tensor]) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim) as snap:
         assert snap.step == step
-        assert all(map(torch.equal, values(model, optim), kept))
+        assert all(torch.equal(a, b) for a, b in zip(values(model, optim), kept, strict=True))
 
 
 def smp_pid(arena: Path) -> int:

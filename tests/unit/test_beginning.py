@@ -304,7 +304,7 @@ class Scaled(Simple):
 
 
 class ScaledTwo(Scaled):
-    """Its weights and biases have an optimizer each."""
+    """The weight and the bias of its last layer have an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
