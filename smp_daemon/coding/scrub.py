@@ -7,10 +7,11 @@ and `recovery.reconciler` repairs them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.smp_daemon.recovery.rebuild import repair_units
-from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
+from holdfast.smp_daemon.shared.errors import HoldfastError, NotHeld, NotOurs
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
@@ -32,6 +33,10 @@ class Pass:
     repaired: int = 0
 
 
+class _SmpEnds(Exception):
+    """The SMP ends. No `HoldfastError`: it ends the pass, whatever else that passes over."""
+
+
 class Scrubber:
     """The scrubbing thread. With a rate of 0 in `pacer` passes run only on request."""
 
@@ -51,25 +56,20 @@ class Scrubber:
 
     def _run(self) -> None:
         make_background(self._priority)
-        try:
-            verify_adopted(self._store, self._go_on)
-        except ProtocolError:
-            return  # the SMP ends
         episodes = Episodes(log)
-        while self._pacer.rate and not self._closed.wait(PASS_EVERY_S):
-            try:
-                scrub(self._store, self._pace)
-                episodes.end("scrub", "the scrub completes its passes again")
-            except HoldfastError as error:
-                episodes.begin("scrub", "a pass of the scrub was aborted: %s", error)
+        with suppress(_SmpEnds):
+            verify_adopted(self._store, lambda count: self._wait(0))
+            while self._pacer.rate:
+                self._wait(PASS_EVERY_S)
+                try:
+                    scrub(self._store, lambda count: self._wait(self._pacer.wait_s(count, self._threads.monotonic())))
+                    episodes.end("scrub", "the scrub completes its passes again")
+                except HoldfastError as error:
+                    episodes.begin("scrub", "a pass of the scrub was aborted: %s", error)
 
-    def _go_on(self, count: int) -> None:
-        if self._closed.is_set():
-            raise ProtocolError("the SMP ends")
-
-    def _pace(self, count: int) -> None:
-        if self._closed.wait(self._pacer.wait_s(count, self._threads.monotonic())):
-            raise ProtocolError("the SMP ends")
+    def _wait(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise _SmpEnds
 
 
 def verify_adopted(store: Store, pace: Callable[[int], None]) -> None:
@@ -100,7 +100,7 @@ def scrub(store: Store, pace: Callable[[int], None]) -> Pass:
     for key in store.holdings.held():
         try:
             damaged = store.holdings.damaged_units(key, read)
-        except ProtocolError:
+        except (NotHeld, NotOurs):
             continue  # it was released meanwhile
         found.damaged += len(damaged)
         if damaged:

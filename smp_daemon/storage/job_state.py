@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -157,14 +157,17 @@ class JobState:
 
     def begin(self, epoch: int, start: Start | None) -> None:
         """A newer epoch has begun, by `start`; None: only the layout changes."""
-        self.epoch = epoch
-        if start is not None:
-            run = self.run
-            if run is not None and run.id != start.run.id:
-                self.protected = None  # what was promised of another run says nothing of this one
-            self.record = Record(start)
-            self.given_up -= {start.run.id}  # somebody has chosen it again
-        self.write()
+        if start is None:
+            self._note(epoch=epoch)
+            return
+        run = self.run
+        of_another = run is not None and run.id != start.run.id  # what was promised of that says nothing of this one
+        self._note(
+            epoch=epoch,
+            protected=None if of_another else self.protected,
+            record=Record(start),
+            given_up=tuple(sorted(self.given_up - {start.run.id})),  # somebody has chosen it again
+        )
 
     def ended(self, epoch: int, coord: str, end: TrainerEnd) -> None:
         """Record how the trainer `coord` of this epoch ended; the first report counts. Raises `StaleEpoch`."""
@@ -173,8 +176,7 @@ class JobState:
             if self.record.start is None or coord in self.record.ends:
                 return
             end = TrainerEnd(max(end.step, self.record.start.base), end.failure)
-            self.record = self.record.ended(coord, end)
-            self.write()
+            self._note(record=self.record.ended(coord, end))
         if end.failure != WELL:
             text, extra = "%s ended at step %d: %s", {"coord": coord, "reason": end.failure}
             log.warning(text, coord, end.step, end.failure, extra=about(SnapshotId(epoch, end.step), **extra))
@@ -186,35 +188,42 @@ class JobState:
             self.check_epoch(epoch)
             record = self.record.goes_on(coord)
             if record != self.record:
-                self.record = record
-                self.write()
+                self._note(record=record)
 
     def note_protected(self, snapshot: SnapshotId | None) -> None:
         """The whole job knows that a snapshot is protected; None: it knows of none. The caller holds the lock."""
         if snapshot is not None and (self.protected is None or snapshot > self.protected):
-            self.protected = snapshot
-            self.record = self.record.protected(snapshot)
-            self.write()
+            self._note(protected=snapshot, record=self.record.protected(snapshot))
 
     def note_given_up(self, runs: Collection[str]) -> None:
         """Every later start is to be told that these runs are over. The caller holds the lock."""
         if not set(runs) <= self.given_up:
-            self.given_up |= set(runs)
-            self.write()
+            self._note(given_up=tuple(sorted(self.given_up.union(runs))))
 
     def write(self) -> None:
         """Write ``node.json``. Raises as `records.write`."""
-        write_json(self._arena.path / NODE_FILE, self._plain())
+        self._note()
+
+    def _note(self, **changes: Any) -> None:
+        """Write ``node.json`` with these changes of a `NodeFile`, and only then take them for known: whoever was told
+        that the file cannot be written may try again."""
+        known = replace(self._known(), **changes)
+        write_json(self._arena.path / NODE_FILE, to_plain(known))
+        self._take(known)
+
+    def _take(self, known: NodeFile) -> None:
+        self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
+        self.given_up = frozenset(known.given_up)
 
     def write_lost(self) -> None:
         """Write ``node.json`` again if it is gone. Raises as `ArenaDirectory.write_again`."""
         with self._changed:
             if self.epoch:  # else nothing was noted yet
-                self._arena.directory.write_again(self._arena.path / NODE_FILE, self._plain)
+                self._arena.directory.write_again(self._arena.path / NODE_FILE, lambda: to_plain(self._known()))
 
-    def _plain(self) -> Any:
-        known = NodeFile(self._job, self._node, self.epoch, self.protected, self.record, tuple(sorted(self.given_up)))
-        return to_plain(known)
+    def _known(self) -> NodeFile:
+        given_up = tuple(sorted(self.given_up))
+        return NodeFile(self._job, self._node, self.epoch, self.protected, self.record, given_up)
 
     def adopt(self) -> Predecessor:
         """Take over what a predecessor knew. Raises as `read_node_file`, but for a damaged file."""
@@ -229,8 +238,7 @@ class JobState:
             self._arena.layouts.adopt(self._arena.directory.note_lost)
         if known is None:
             return Predecessor.FORGOTTEN if self._is_ours() else Predecessor.NONE
-        self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
-        self.given_up = frozenset(known.given_up)
+        self._take(known)
         return Predecessor.KNOWN
 
     def _is_ours(self) -> bool:

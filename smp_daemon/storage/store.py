@@ -121,7 +121,7 @@ class Store:
         with self.changed:
             if epoch < self.state.epoch:
                 raise StaleEpoch(f"epoch {epoch_text(epoch)} is over: {self.state.where}")
-            if epoch == self.state.epoch:
+            if epoch == self.state.epoch == self.outcomes.board.epoch:  # else an attempt at it failed before the board
                 return
             self._never_acknowledged = self.never_acknowledged()
             self.codings.forget(lambda snapshot: True)

@@ -4,28 +4,33 @@ holds is what was sealed; what it lost is its own node's loss.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.smp_daemon.coding import scrub as scrubbing
 from holdfast.smp_daemon.coding.scrub import verify_adopted
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.messages import Seal
 from holdfast.smp_daemon.shared.owners import Owners, choices, taken
+from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.system import System
+from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
+from tests.deadlines import DEADLINE_S
 
 JOB, NODE, UNIT = "run", "a", 1 << 10
 FORM = plan_slot(JOB, "dp0", [Leaf("w", "F32", (700,))], 200)
@@ -338,4 +343,53 @@ def test_a_posted_outcome_with_a_flipped_bit_is_none(arena: Path) -> None:
         board._words[1] = 9 * 4 + outcome
         board._words[1] ^= outcome
         assert board.posted(9) is None
+    life.die()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Path, "write_bytes"), (System, "posix_fallocate")])
+def test_an_epoch_whose_files_could_not_be_written_is_entered_at_the_next_attempt(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, kind: type, name: str
+) -> None:
+    life = Life(shm / "base" / JOB)
+    store = life.store
+    store.join(1)
+    before = store.outcomes.board
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, full)
+        with pytest.raises(ArenaTooSmall):
+            store.join(2)
+    assert before.epoch == 1, "its trainers were told nothing"
+    store.join(2)
+    assert (store.state.epoch, store.outcomes.board.epoch, before.epoch) == (2, 2, 2)
+    life.die()
+    after = Life(life.arena.path)
+    assert after.store.state.epoch == 2
+    after.die()
+
+
+def test_the_scrub_ends_at_the_unit_at_which_its_smp_ends(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+    reached = threading.Event()
+
+    class Slow(Pacer):
+        def wait_s(self, count: int, now: float) -> float:
+            asked.append(count)
+            reached.set()
+            return DEADLINE_S
+
+    monkeypatch.setattr(scrubbing, "PASS_EVERY_S", 0.0)
+    life = Life(arena)
+    scrubber = scrubbing.Scrubber(life.store, Slow(1.0), "normal", MACHINE)
+    [thread] = [each for each in threading.enumerate() if each.name == "scrub"]
+    assert reached.wait(DEADLINE_S)
+    scrubber.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive() and len(asked) == 1 and len(life.store.holdings.held()) == 3
+    assert "scrub" not in caplog.text
     life.die()
