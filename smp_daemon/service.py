@@ -350,6 +350,7 @@ class Smp(Core):
     def close(self) -> None:
         """Stop serving. Removes the arena if the job has finished; otherwise the arena stays for a successor."""
         self.end()
+        self._local.close()  # before the arena is removed: nobody is greeted whose board is about to go
         self._gate.close()
         for listener in self._bulk:
             listener.close()
@@ -358,7 +359,6 @@ class Smp(Core):
         if self.finished:
             failpoint("finish.closing")
             self.store.retire()
-        self._local.close()
 
 
 def _bind_if_free(host: str, port: int, network: Network) -> socket.socket:

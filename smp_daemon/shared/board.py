@@ -39,7 +39,7 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
 from holdfast.smp_daemon.shared.records import PART, not_written
 from holdfast.smp_daemon.shared.system import MACHINE, Files, opened
 
@@ -96,8 +96,13 @@ class Board:
     """
 
     def __init__(self, path: Path, *, create: bool = False, files: Files = MACHINE) -> None:
-        """Map the board. Raises `ProtocolError` if the file at `path` is not a board of this user; `ArenaTooSmall` if
-        one cannot be created."""
+        """Map the board.
+
+        Raises:
+            SmpUnavailable: there is none at `path`: its SMP has removed it at the end of the job.
+            ProtocolError: the file is not a board of this user.
+            ArenaTooSmall: one cannot be created.
+        """
         self._path = path
         self._files = files
         length = (WORDS + PAUSE_WORDS + HEARTBEAT_ROWS * HEARTBEAT_WORDS + NODE_WORDS) * 8
@@ -113,7 +118,8 @@ class Board:
         except OSError as error:
             if create:
                 raise not_written(path, error) from error
-            raise ProtocolError(
+            kind = SmpUnavailable if isinstance(error, FileNotFoundError) else ProtocolError
+            raise kind(
                 f"{path} is not a board: {error.strerror}: end this node's SMP with `holdfast smp stop`; the next one "
                 "makes another"
             ) from error

@@ -29,6 +29,10 @@ class VersionMismatch(ConfigError):
     """Two versions of holdfast cannot talk to each other, or read each other's files; nothing was changed."""
 
 
+class ArenaInUse(ConfigError):
+    """Another SMP owns the arena: it serves, is about to, or is about to end."""
+
+
 class ArenaTooSmall(ConfigError):
     """The shared memory cannot hold what the job needs."""
 

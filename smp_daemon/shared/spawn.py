@@ -16,6 +16,7 @@ import psutil
 from holdfast.smp_daemon.shared.budget import wipe_file
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
+    ArenaInUse,
     ConfigError,
     DeadlineExceeded,
     HoldfastError,
@@ -80,30 +81,28 @@ def start_smp(
     Raises:
         HoldfastError: the error that the SMP reported.
         DeadlineExceeded: none serves by then.
+        ArenaInUse: one owns `arena` then, and does not serve.
     """
     command = [*smp_command(job, node, arena, host), "--detach", "--port", str(ports[0]), "--bulk-port", str(ports[1])]
     until_s = system.monotonic() + deadline_s
-    refused: ConfigError | None = None
+    refused: ArenaInUse | None = None
     with _turn_to_start(arena, system) as is_my_turn:
         while (left_s := until_s - system.monotonic()) > 0:
             mine = is_my_turn()  # before the look: whoever had the turn may have started one just now
             if serves(arena, system) and (owner := known_owner(arena, system)) is not None:
                 return owner
-            if mine:
-                if refused is None:
-                    try:
-                        return launch(command, left_s, system)
-                    except ConfigError as error:
-                        refused = error
-                elif not _is_owned(arena, system):
-                    raise refused
+            if mine and not (refused is not None and _is_owned(arena, system)):
+                try:
+                    return launch(command, left_s, system)
+                except ArenaInUse as error:
+                    refused = error
             system.sleep(LOOK_EVERY_S)
     raise refused or DeadlineExceeded(f"no SMP serves {arena} after {deadline_s:.0f} s")
 
 
 def _is_owned(arena: Path, files: Files) -> bool:
     """Whether an SMP owns `arena`. One that does not serve yet was started by a process that was killed meanwhile, or
-    by an operator."""
+    by an operator; one that serves no more is about to end, and may be freeing memory."""
     try:
         with _locked(arena, fcntl.LOCK_SH | fcntl.LOCK_NB, files):
             return False

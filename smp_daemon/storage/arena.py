@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.smp_daemon.shared.budget import Budget, pages
-from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
+from holdfast.smp_daemon.shared.errors import ArenaInUse, ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import is_at_once, is_identifier
@@ -143,13 +143,13 @@ class ArenaDirectory:
 
 
 def locked_directory(path: Path, files: Files) -> ArenaDirectory:
-    """Make the arena's directory if there is none, and lock it. Raises `ConfigError`."""
+    """Make the arena's directory if there is none, and lock it. Raises `ConfigError`; `ArenaInUse` if another process
+    has the lock."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             _check_parent(path.parent, files.getuid())
-            made = not path.exists()
-            path.mkdir(exist_ok=True, mode=0o700)
+            made = _make(path)
         except OSError as error:
             raise ConfigError(
                 f"cannot make the arena {path}: {error.strerror}; choose another with HOLDFAST_ARENA"
@@ -163,7 +163,7 @@ def locked_directory(path: Path, files: Files) -> ArenaDirectory:
         except FileNotFoundError:
             continue  # its last owner has just removed it
         except BlockingIOError as error:
-            raise ConfigError(f"another SMP owns the arena {path}: use it, or stop it first") from error
+            raise ArenaInUse(f"another SMP owns the arena {path}: use it, or stop it first") from error
         except OSError as error:
             raise ConfigError(
                 f"cannot lock the arena {path}: {error.strerror}; choose another with {ARENA_ENV}"
@@ -171,6 +171,16 @@ def locked_directory(path: Path, files: Files) -> ArenaDirectory:
         if not directory.is_gone:
             return directory
         directory.close()  # as above
+
+
+def _make(path: Path) -> bool:
+    """Make a directory. Returns whether it is new: another SMP may have made it at this moment. Raises `OSError`."""
+    try:
+        path.mkdir(mode=0o700)
+        return True
+    except FileExistsError:
+        path.mkdir(exist_ok=True)  # raises if it is no directory
+        return False
 
 
 def put_away(path: Path, files: Files = MACHINE) -> None:
@@ -281,7 +291,8 @@ class Arena:
             zero: overwrite slots with zeros when they are given up.
 
         Raises:
-            ConfigError: another SMP owns the directory, it belongs to another user, it cannot be made, or something in
+            ArenaInUse: another SMP owns the directory.
+            ConfigError: it belongs to another user, it cannot be made, or something in
                 it cannot be removed.
         """
         self.path = path

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -276,6 +277,33 @@ class TestADetachedSmp:
         client = ground.keep(connect_to_smp(arena, JOB, start=True))
         assert ended and client.pid not in ended
         finish(ground, arena)
+
+    @pytest.mark.parametrize("point", ["finish.closing", "arena.emptied"])
+    def test_that_removes_its_arena_is_waited_for_and_replaced(
+        self, ground: Ground, monkeypatch: pytest.MonkeyPatch, point: str
+    ) -> None:
+        answered, original = threading.Event(), spawn.launch
+
+        def launch(*how: Any) -> Owner:
+            try:
+                return original(*how)
+            finally:
+                answered.set()
+
+        monkeypatch.setattr(spawn, "launch", launch)
+        smp = ground.smp(rules=[(point, None)])
+        client = ground.keep(SmpClient(smp.arena, smp.job))
+        client.join(1)
+        finished = ground.meanwhile(client.finish, 1)
+        held = ground.points.wait_any("node0", point)
+        next_one = ground.meanwhile(partial(connect_to_smp, start=True), smp.arena, smp.job)
+        assert answered.wait(DEADLINE_S)
+        assert not next_one.done()
+        held.go()
+        finished.result(DEADLINE_S)
+        client = ground.keep(next_one.result(DEADLINE_S))
+        assert client.pid != smp.owner.pid
+        finish(ground, smp.arena)
 
     def test_may_use_its_own_arena_whatever_the_umask(self, ground: Ground, arena: Path) -> None:
         arena.parent.mkdir(mode=0o700, exist_ok=True)
