@@ -125,7 +125,7 @@ class DemoRecovery:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The results of the demo."""
+    """The results of the demo. `tracebacks`: errors that an SMP did not expect."""
 
     plan: DemoPlan
     identical: bool
@@ -134,6 +134,7 @@ class Account:
     recoveries: list[DemoRecovery]
     disk_bytes_written: int
     leaks: list[str]
+    tracebacks: list[str]
     seconds: float
     interval: int
     held_up: float | None
@@ -145,6 +146,7 @@ class Account:
             self.identical
             and self.disk_bytes_written == 0
             and not self.leaks
+            and not self.tracebacks
             and len(self.recoveries) == len(self.plan.kills)
             and (self.plan.defaults or all(recovery.lost_steps <= 1 for recovery in self.recoveries))
         )
@@ -216,6 +218,7 @@ def account(plan: DemoPlan, undisturbed: History, disturbed: History, seconds: f
         recoveries=[_recovery(disturbed, n, restart) for n, restart in enumerate(disturbed.restarts, 1)],
         disk_bytes_written=disturbed.disk_bytes_written,
         leaks=disturbed.leaks,
+        tracebacks=disturbed.tracebacks,
         seconds=seconds,
         interval=longest_interval(disturbed),
         held_up=most_held_up(disturbed),

@@ -96,6 +96,7 @@ def _verdicts(account: Account) -> list[tuple[bool, str]]:
         ),
         (account.disk_bytes_written == 0, f"{account.disk_bytes_written:,} bytes written to disk"),
         (not account.leaks, "nothing left behind" if not account.leaks else "; ".join(account.leaks)),
+        *((False, f"an error that an SMP did not expect: {text}") for text in account.tracebacks),
     ]
 
 

@@ -164,9 +164,19 @@ def test_the_code_in_effect_is_said(nodes: int, protect: str, code: str) -> None
     plan = DemoPlan(nodes, 2, 4, 1, protect, ())
     assert plan.code == code
     console = Console(record=True, width=80, file=io.StringIO())
-    show(console, Account(plan, True, "", [2.0, 1.0], [], 0, [], 1.0, 1, None))
+    show(console, Account(plan, True, "", [2.0, 1.0], [], 0, [], [], 1.0, 1, None))
     said = f"protect {code}" if code == protect else f"protect {code} ({protect})"
     assert said in " ".join(console.export_text().split())
+
+
+def test_an_error_that_an_smp_did_not_expect_is_said_and_breaks_the_promise() -> None:
+    plan = DemoPlan(4, 2, 4, 1, "auto", ())
+    good = Account(plan, True, "", [2.0, 1.0], [], 0, [], [], 1.0, 1, None)
+    bad = replace(good, tracebacks=["smp0: ValueError: wrong"])
+    console = Console(record=True, width=80, file=io.StringIO())
+    show(console, bad)
+    assert (good.held, bad.held) == (True, False)
+    assert "smp0: ValueError: wrong" in " ".join(console.export_text().split())
 
 
 def test_a_code_that_the_nodes_cannot_have_is_refused() -> None:
