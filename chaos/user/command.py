@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,15 @@ the same points. What differs in any new process is gone again before the last s
 MOST_NODES = 16
 PAUSE_S = 1.5
 """How long a process that is stopped stands still, in seconds."""
+
+MOST_WORK_S = 300.0
+"""How long a command may seem to work after a fault without training: some wait for a lost peer at full load."""
+
+LOOK_AT_WORK_S = 5.0
+"""Pause between two looks at processor time, in seconds: each goes through all processes of the machine."""
+
+WORK_SHARE = 0.05
+"""Share of one core above which a command works. Those that wait for a lost peer, and look at times, take less."""
 
 IN_A_RECOVERY = ("restore.before", "restore.middle")
 STEP = STEP_POINTS[0]
@@ -98,6 +107,37 @@ class CommandPlan:
             raise ConfigError(
                 f"{self.faults} faults in {self.steps} steps: choose 1 to {most}, or more steps with --steps"
             )
+
+
+class Standstill:
+    """Judges whether a command neither ends nor goes on: one that writes, or takes processor time, goes on, for
+    `MOST_WORK_S` without training. Pure: the caller looks, and says when.
+    """
+
+    def __init__(self, patience_s: float, work_s: Callable[[], float]) -> None:
+        """
+        Args:
+            patience_s: how long it may do nothing.
+            work_s: looks how much processor time its processes have taken, in seconds.
+        """
+        self._patience_s = patience_s
+        self._work_s = work_s
+        self._trained, self._trained_s = -1, 0.0
+        self._written, self._moved_s = -1, 0.0
+        self._worked_s, self._looked_s = 0.0, 0.0
+
+    def lasts(self, trained: int, written: int, now_s: float) -> bool:
+        """Whether it has stood still for too long at `now_s` (seconds), given the lengths of its notes and its log."""
+        if trained != self._trained:
+            self._trained, self._trained_s = trained, now_s
+        if trained + written != self._written:
+            self._written, self._moved_s = trained + written, now_s
+        if now_s - self._looked_s >= LOOK_AT_WORK_S:
+            worked_s = self._work_s()
+            if abs(worked_s - self._worked_s) > WORK_SHARE * (now_s - self._looked_s):  # less if a process has ended
+                self._moved_s = now_s
+            self._worked_s, self._looked_s = worked_s, now_s
+        return now_s - self._moved_s > self._patience_s or now_s - self._trained_s > MOST_WORK_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from holdfast.chaos.user.command import (
     CommandPlan,
     CommandRun,
     CommandVerdict,
+    Standstill,
     draw,
     judge,
 )
@@ -33,7 +34,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 
 PATIENCE_S = 30.0
-"""How long after a fault a command may neither end nor train before it is ended, as by a scheduler."""
+"""How long after a fault a command may do nothing before it is ended, as by a scheduler; see `Standstill`."""
 
 PATIENCE_OF_SEVERAL_S = 90.0
 """The same where launchers work together, since they must first notice by silence that one is gone, and meet again; and
@@ -166,8 +167,8 @@ class _Disturbed(Runner):
     def _train(self) -> tuple[int, bool]:
         """Start the command on every node, and again wherever it fails. Returns how often, and whether it hung."""
         most = 1 + len(self._nodes) * sum(CATALOGUE[fault.kind].ends_job for fault in self._faults)
+        patience_s = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 or self._plan.other else PATIENCE_S
         starts, limit = 0, 0.0
-        size, moved = -1, time.monotonic()
         while True:
             ended = [node for node in self._nodes if not node.runs]
             if idle := [node for node in ended if node.status != 0]:
@@ -175,7 +176,7 @@ class _Disturbed(Runner):
                     return starts, False
                 starts += 1
                 self._progress("with faults" if starts == 1 else f"started again ({starts - 1})")
-                limit, moved = time.monotonic() + self._plan.deadline_s, time.monotonic()
+                limit, standstill = time.monotonic() + self._plan.deadline_s, Standstill(patience_s, self._work_s)
                 for node in idle:
                     node.end()
                     node.start(self._plan, self._wiring.environment("job"))
@@ -184,15 +185,22 @@ class _Disturbed(Runner):
                 return starts, False
             self.turn(time.monotonic() + LOOK_EVERY_S)
             now = time.monotonic()
-            noted = sum(file.stat().st_size for file in (self._folder / "notes").iterdir())
-            size, moved = (noted, now) if noted != size else (size, moved)
             if now > limit:
                 return starts, True
-            patience = PATIENCE_OF_SEVERAL_S if len(self._nodes) > 1 or self._plan.other else PATIENCE_S
-            if self._hurt and now - moved > patience:
-                self._progress(f"the command has not trained for {patience:.0f} s: ending it")
+            trained = sum(file.stat().st_size for file in (self._folder / "notes").iterdir())
+            if self._hurt and standstill.lasts(trained, (self._folder / "log").stat().st_size, now):
+                self._progress("the command neither ends nor trains: ending it")
                 for node in self._nodes:
                     node.end()
+
+    def _work_s(self) -> float:
+        """How much processor time the processes of the command have taken, in seconds."""
+        total = 0.0
+        for process in (process for node in self._nodes for process in node.processes()):
+            with suppress(psutil.Error):  # it has just ended
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
 
     def heard(self, event: Event, sock: socket.socket) -> None:
         """Inject the fault that is due where a process has reached a point, and let the process go on."""

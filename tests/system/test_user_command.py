@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from holdfast.chaos.faults import CATALOGUE
 from holdfast.chaos.user.command import (
     FIRST_STEP,
     IN_A_RECOVERY,
+    MOST_WORK_S,
     STEP,
     STEPS_AFTER,
     CommandFault,
     CommandPlan,
     CommandRun,
     CommandVerdict,
+    Standstill,
     draw,
     judge,
 )
@@ -209,6 +212,46 @@ def test_a_node_is_lost_under_agents_of_torchrun_and_a_spare_takes_its_place(
     found = json.loads(report.read_text())
     assert [fault["kind"] for fault in found["injected"]] == ["kill-trainer", "lose-node"]
     assert found["epochs"] == 3
+
+
+class Command:
+    """What is seen of a command, each second."""
+
+    def __init__(self) -> None:
+        self.trained, self.written, self.worked_s = 100, 0, 7.0
+
+    def seconds_until_it_is_ended(self, each_second: Callable[[Command], None]) -> int:
+        standstill = Standstill(30.0, lambda: self.worked_s)
+        for second in range(1, 1000):
+            if standstill.lasts(self.trained, self.written, 5000.0 + second):
+                return second
+            each_second(self)
+        return 0
+
+    def write(self) -> None:
+        self.written += 1
+
+    def train(self) -> None:
+        self.trained += 1
+
+    def work(self, share: float) -> None:
+        self.worked_s += share
+
+
+def test_a_command_is_ended_once_it_does_nothing_and_much_later_if_it_works_and_does_not_train() -> None:
+    ended_after = [
+        Command().seconds_until_it_is_ended(each)
+        for each in (lambda it: it.work(0.01), Command.train, Command.write, lambda it: it.work(0.2))
+    ]
+    assert ended_after == [32, 0, MOST_WORK_S + 2, MOST_WORK_S + 2]
+
+
+def test_a_command_that_trains_again_has_all_the_time_again() -> None:
+    def late(it: Command) -> None:
+        it.work(0.5)
+        it.trained += it.worked_s == 107.0
+
+    assert Command().seconds_until_it_is_ended(late) == MOST_WORK_S + 202
 
 
 def test_commands_that_train_side_by_side_are_no_job() -> None:
