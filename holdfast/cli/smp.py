@@ -14,13 +14,13 @@ from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import HoldfastError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
-from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_us, find_owners, socket_path
+from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_us, find_owners
 from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.processes import own_environment
 from holdfast.smp_daemon.shared.settings import HOST, JOB, MEMORY, NODE, SMP_OPTIONS, SWITCH, given
-from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, launch, running_owner, smp_command
+from holdfast.smp_daemon.shared.spawn import found_or_started, running_owner, smp_command
 from holdfast.snapshot.connect import check_reachable, job_from_environment, node_from_environment, spanning
 
 
@@ -82,17 +82,11 @@ def _start(parsed: argparse.Namespace) -> int:
     if not parsed.detach:
         sys.stdout.flush()
         os.execve(command[0], command, own_environment())
-    try:
-        owner, verb = launch(command, START_DEADLINE_S), "started"
-    except ConfigError:
-        found = running_owner(arena)
-        if found is None or not socket_path(arena).exists():
-            raise
-        owner, verb = found, "runs already"
-    reserved = memory if verb == "started" else 0
+    owner, is_new = found_or_started(command, arena)
+    verb, reserved = ("started", memory) if is_new else ("runs already", 0)
     where = f"{owner.host}:{owner.control_port}" + (f", reserves {reserved:,} bytes" if reserved else "")
     print(f"SMP {owner.pid} of job {owner.job} on {owner.node}: {verb}, {where}", file=sys.stderr)
-    write_json(parsed.json, {"started": verb == "started", **asdict(owner)})
+    write_json(parsed.json, {"started": is_new, **asdict(owner)})
     return 0
 
 

@@ -84,16 +84,23 @@ def start_smp(
         ArenaInUse: one owns `arena` then, and does not serve.
     """
     command = [*smp_command(job, node, arena, host), "--detach", "--port", str(ports[0]), "--bulk-port", str(ports[1])]
+    return found_or_started(command, arena, deadline_s, system)[0]
+
+
+def found_or_started(
+    command: Sequence[str], arena: Path, deadline_s: float = START_DEADLINE_S, system: System = MACHINE
+) -> tuple[Owner, bool]:
+    """`start_smp` by a command of one's own, which detaches. Returns also whether it was run."""
     until_s = system.monotonic() + deadline_s
     refused: ArenaInUse | None = None
     with _turn_to_start(arena, system) as is_my_turn:
         while (left_s := until_s - system.monotonic()) > 0:
             mine = is_my_turn()  # before the look: whoever had the turn may have started one just now
             if serves(arena, system) and (owner := known_owner(arena, system)) is not None:
-                return owner
+                return owner, False
             if mine and not (refused is not None and _is_owned(arena, system)):
                 try:
-                    return launch(command, left_s, system)
+                    return launch(command, left_s, system), True
                 except ArenaInUse as error:
                     refused = error
             system.sleep(LOOK_EVERY_S)

@@ -23,6 +23,7 @@ from holdfast.smp_daemon.service import SocketListener, bind_unix
 from holdfast.smp_daemon.shared.board import Board, SnapshotOutcome
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
+    ArenaInUse,
     ArenaTooSmall,
     ConfigError,
     DamagedSnapshot,
@@ -674,7 +675,7 @@ class TestWhatCannotBeServedIsRefused:
     def test_an_arena_that_another_smp_owns(self, ground: Ground) -> None:
         owner = ground.smp()
         error = self.start(ground, arena=owner.arena)
-        assert type(error) is ConfigError
+        assert type(error) is ArenaInUse
         assert f"owns the arena {owner.arena}" in str(error)
         assert owner.client().pid == owner.owner.pid
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from holdfast.cli.main import main
 from holdfast.cli.output import NO_ANSWER, NOT_FOUND, WRONG
 from holdfast.cli.smp import smp_arguments
 from holdfast.smp_daemon.__main__ import add_options
+from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
-from holdfast.smp_daemon.shared.paths import read_owner
+from holdfast.smp_daemon.shared.paths import Owner, read_owner
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S, await_that
 from tests.scripts import started
@@ -87,6 +89,32 @@ def test_a_day_of_an_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> 
         0,
         {"job": JOB, "pid": trainer.client.pid, "arena": str(arena(ground)), "kept": False},
     )
+
+
+def test_a_start_finds_the_smp_that_another_starts_at_this_moment(
+    ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, launch = threading.Event(), spawn.launch
+
+    def launched(*how: Any) -> Owner:
+        try:
+            return launch(*how)
+        finally:
+            refused.set()
+
+    monkeypatch.setattr(spawn, "launch", launched)
+    first = Detached(ground)
+    first.host, first.rules = ground.host(), [("start.bound", None)]
+    first.launch()
+    held = ground.points.wait_any("node0", "start.bound")
+    second = ground.meanwhile(smp, capsys, "start", "--detach", "--host", first.host, *QUICK)
+    assert refused.wait(DEADLINE_S)
+    assert not second.done()
+    held.go()
+    pid = first.wait_ready().owner.pid
+    status, said = second.result(DEADLINE_S)
+    assert (status, said["started"], said["pid"]) == (0, False, pid)
+    assert smp(capsys, "stop", "--remove")[0] == 0
 
 
 def arena(ground: Ground) -> Path:
