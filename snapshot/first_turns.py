@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from threading import get_ident
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -29,7 +28,7 @@ from holdfast.snapshot.resume.comparison import (
 )
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state import rng, streams
-from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.adapter import Adapter, entered
 from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
@@ -110,15 +109,6 @@ THROUGH_DATA = "go through data by `for batch in snap.data(loader)`, or read on 
 
 log = get_log(__name__)
 
-_at_work: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
-"""The adapters of the hooks that this process has entered, with the thread that entered each: what one of them
-captures, no other one misses. Ranks may be threads, each of which adds and removes its own entry at any time."""
-
-
-def _entered() -> list[Adapter]:
-    """A copy, made in one call: to iterate over the dictionary would fail as soon as another thread changes it."""
-    return [each for reference in _at_work.keyrefs() if (each := reference()) is not None]
-
 
 @dataclass(frozen=True, slots=True)
 class Checks:
@@ -173,13 +163,13 @@ class FirstTurns:
         the hook for its step: call it once the hook knows its session."""
         restored, adapter = self._restored, self._adapter
         if self._checks.reading:
-            if any(_at_work.get(each) == get_ident() for each in _entered()):
+            if get_ident() in [*entered.values()]:
                 log.warning(TOGETHER)
-            _at_work[adapter] = get_ident()
-            self._changing, self._carried = ChangingVariables(_entered), CarriedVariables(_entered)
+            self._changing, self._carried = ChangingVariables(), CarriedVariables()
             self._variables.look(self._known_generators())
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
+        entered[adapter] = get_ident()
         if adapter.modules():  # without any there is no forward
             self._rehearsal = Rehearsal(adapter, self._variables.states)
             if restored.snapshot is None:
@@ -258,7 +248,7 @@ class FirstTurns:
 
     def stop_watching(self) -> None:
         """Stop watching the script."""
-        _at_work.pop(self._adapter, None)
+        entered.pop(self._adapter, None)
         self._iterators.remove()
 
     def _name(self, found: Carries) -> None:
@@ -381,7 +371,7 @@ class FirstTurns:
         """Warn, before the first step, if a batch may have been read ahead of it: after a restart it would be
         another. If there are several hooks, another one may have put the generators back."""
         made = all(type(data.source) in (list, tuple) for data in self._position.sources.values())
-        if made and len(_entered()) == 1 and self._checks.reading and (drawn := self.drawn()):
+        if made and len(entered) == 1 and self._checks.reading and (drawn := self.drawn()):
             log.warning(
                 "something drew from the random generators of %s between entering and the first step; if it read a "
                 "batch ahead, or shuffled data, that is not captured, and a restart will read other data: go through "

@@ -29,6 +29,11 @@ from holdfast.snapshot.state.tracked import Tracked, containers
 
 log = get_log(__name__)
 
+entered: dict[Adapter, int] = {}
+"""The adapters of the hooks that this process has entered, with the thread that entered each: what one of them
+captures, no other one misses. Ranks may be threads, each of which adds and removes its own at any time: iterate over a
+copy."""
+
 OWNER = "the model and the optimizers"
 """Who keeps the generators of `Adapter.generators`, as errors name it."""
 
@@ -120,8 +125,15 @@ class Adapter:
         """Start to watch for other optimizers that step this job's parameters."""
         parameters = [p for module in self._modules for p in module.parameters()]
         updated = [p for state in self._states for _, p in state.parameters()]
-        captured = [state.optimizer for state in self._states]
-        return Steppers(self.optimizers(), [*captured, *self._inside()], [*parameters, *updated], self._extra.values())
+        known, given = [*parameters, *updated], self.optimizers()
+        return Steppers(given, self._captured(), known, lambda each: any(one.has(each) for one in [*entered]))
+
+    def _captured(self) -> list[torch.optim.Optimizer]:
+        return [*(state.optimizer for state in self._states), *self._inside()]
+
+    def has(self, optimizer: Any) -> bool:
+        """Whether an optimizer is captured, be it as an extra."""
+        return any(optimizer is each for each in (*self.optimizers(), *self._captured(), *self._extra.values()))
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
         """Optimizers that are captured as part of the optimizer that contains them."""

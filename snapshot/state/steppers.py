@@ -7,7 +7,7 @@ an opaque wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,10 +26,6 @@ BESIDE = (
 
 log = get_log(__name__)
 
-_watching: list[Steppers] = []
-"""Those of all hooks that this process has entered: what one of them captures, no other one misses. Ranks may be
-threads, each of which adds and removes its own at any time: iterate over a copy."""
-
 
 class Steppers:
     """Watches the steps of all optimizers in this process, from construction until `remove`. A step costs about 2 us.
@@ -38,7 +34,7 @@ class Steppers:
         given: the optimizers whose steps are the boundaries.
         captured: the optimizers whose state is captured: the given ones and those found inside them.
         parameters: the job's parameters.
-        extra: what else is captured, by its ``state_dict``.
+        is_captured: whether any hook that this process has entered captures an optimizer.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class Steppers:
         given: Sequence[Any],
         captured: Iterable[torch.optim.Optimizer],
         parameters: Iterable[torch.Tensor],
-        extra: Iterable[Any] = (),
+        is_captured: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False,
     ) -> None:
         self._known = {id(each): each for each in captured} | {id(each): each for each in given}
         self._given = {id(each) for each in given}
@@ -54,10 +50,9 @@ class Steppers:
         self._parameters = list(parameters)
         self._met: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
         self._alone: dict[int, int] = {}
-        self._captured = {*self._known, *map(id, extra)}
+        self._is_captured = is_captured
         self._turns = 0
         self._beside: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()  # None: it was told
-        _watching.append(self)
         self._problem = ""
         self._began = not all(map(has_step_hooks, given))
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
@@ -71,8 +66,6 @@ class Steppers:
 
     def remove(self) -> None:
         """Stop watching. Idempotent."""
-        if self in _watching:
-            _watching.remove(self)
         while self._handles:
             self._handles.pop().remove()
 
@@ -98,7 +91,7 @@ class Steppers:
         if groups != len(optimizer.param_groups):
             shared = self._count_shared(optimizer)
             self._met[optimizer] = len(optimizer.param_groups), shared
-        if not shared and not any(id(optimizer) in each._captured for each in [*_watching]):
+        if not shared and not self._is_captured(optimizer):
             self._tell(optimizer)
         if not shared or (self._only_wraps(optimizer) and not any(optimizer.state.values())):
             return

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import FrameType
 
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.adapter import entered
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.script import PLAIN, Helper, Named, RunningValues, enters, helper_of, hooks_of, reads_on
 from holdfast.snapshot.step.syntax import Function, called_in, function_of, loops_at, root_of, sources_in
@@ -31,14 +31,9 @@ log = get_log(__name__)
 
 class CarriedVariables:
     """What the functions that are running carry. Looks once, as the second step of this process is about to end: then
-    their variables have values. Used by the training thread.
+    their variables have values. Used by the training thread."""
 
-    Args:
-        adapters: returns those of the hooks that this process has entered.
-    """
-
-    def __init__(self, adapters: Callable[[], Collection[Adapter]]) -> None:
-        self._adapters = adapters
+    def __init__(self) -> None:
         self._steps = 0
         self._suspended: list[FrameType] = []  # generators that the first step ran in; the second may run in them, too
         self._at: dict[FrameType, int] = {}  # where functions were as the second step began
@@ -67,7 +62,7 @@ class CarriedVariables:
             return None
 
     def _look(self, at: Mapping[FrameType, int]) -> Carries:
-        named = Named(self._adapters())
+        named = Named([*entered])
         running = [each for frame in users_frames() if (each := _running(frame, at.get(frame))) is not None]
         by_library = set(frames_called_by_a_library())
         innermost = [each for each in running if each.frame in by_library]

@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import rng
-from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.adapter import entered
 from holdfast.snapshot.state.audit import OURS
 from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, rates_of_layer, sample_of
 from holdfast.snapshot.state.live import Tree
@@ -126,13 +126,9 @@ class ChangingVariables:
     captures them: averages of weights, queues, experience. What is assigned anew in each step, as a batch is, does not
     count, nor do numbers, except the rates of torch's layers and losses, and those of what trains beside optimizers.
     Used by the training thread.
-
-    Args:
-        adapters: returns those of the hooks that this process has entered.
     """
 
-    def __init__(self, adapters: Callable[[], Collection[Adapter]]) -> None:
-        self._adapters = adapters
+    def __init__(self) -> None:
         self._changing = Changing(self._samples, patience=2)
         self._looks = 0
         self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # numbers that are not reused
@@ -149,7 +145,7 @@ class ChangingVariables:
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
         self._looks += 1
-        if not all(each.captured for each in self._adapters()):
+        if not all(each.captured for each in [*entered]):
             return  # a first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
@@ -179,7 +175,7 @@ class ChangingVariables:
 
     def _known(self) -> set[int]:
         """What is captured: `memory_of` tensors, and of what leads to them."""
-        adapters = self._adapters()
+        adapters = [*entered]
         named = [("", root) for each in adapters for root in each.named()]
         reached = [value for _, value, _ in walk(named, lambda value: True, code=True, most=MOST)]
         modules = [part for each in adapters for module in each.modules() for part in module.modules()]
