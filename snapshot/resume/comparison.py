@@ -22,7 +22,7 @@ from holdfast.snapshot.state.adapter import GRADIENTS, Adapter
 from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.state.record import capture_late
+from holdfast.snapshot.state.record import LATE, capture_tree
 from holdfast.snapshot.step.capture import read_state
 from holdfast.snapshot.step.turns import BEGIN
 
@@ -163,7 +163,7 @@ def _called(name: str) -> str:
 
 def late_values(adapter: Adapter) -> dict[str, Any]:
     """The plain values that code between two steps changes, by path; digests of the tensors among them."""
-    values = capture_late(adapter.look())
+    values = capture_tree(adapter.look().late(), LATE)
     found = dict(_leaves("", {kind: part for kind, part in values.encoded.items() if kind != GRADIENTS}))
     return found | {name: digest_of(tensor) for name, tensor in values.tensors.items()}
 

@@ -20,9 +20,8 @@ from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.errors import within_memory
 from holdfast.snapshot.copy.tensors import empty_restrided, leaf_of, read_leaf
 from holdfast.snapshot.copy.witness import WatchedPieces
-from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.completeness import check_complete
-from holdfast.snapshot.state.live import Change, LiveTensor, Look, Tree
+from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED, Manifest
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 from holdfast.snapshot.state.values import decode, encode
@@ -48,34 +47,14 @@ class Values:
         """How the tensors are stored."""
         return [leaf_of(name, tensor) for name, tensor in self.tensors.items()]
 
-
-def capture_early(adapter: Adapter, loop: Tree) -> Values:
-    """The current values that reading data for the next step changes, and the position of the `loop`."""
-    return capture_tree(adapter.early() | {LOOP: loop}, EARLY)
-
-
-def with_loop(early: Values, loop: Tree) -> Values:
-    """The values from `capture_early`, with the current position of the `loop`."""
-    return _with(early, {LOOP: loop}, EARLY)
-
-
-def capture_late(found: Manifest | Look) -> Values:
-    """The current values that code between two steps changes. Raises as `Manifest.late`, or `Look.late`."""
-    return capture_tree(found.late(), LATE)
-
-
-def with_beginning(late: Values, began: Tree | None) -> Values:
-    """The values from `capture_late`, with what the step `began` with; see `snapshot.step.capture.read_state`."""
-    return _with(late, {BEGAN: began}, LATE)
-
-
-def _with(values: Values, more: Tree, path: str) -> Values:
-    added = capture_tree(more, path)
-    return Values(values.encoded | added.encoded, values.tensors | added.tensors)
+    def __or__(self, more: Values) -> Values:
+        return Values(self.encoded | more.encoded, self.tensors | more.tensors)
 
 
 def capture_tree(tree: Tree, path: str) -> Values:
-    """The current plain values of `tree`, under `path`. Tensors are copied. Raises `GivenUp` if there is no memory."""
+    """The current plain values of `tree`, under `path`: `EARLY`, of what reading data for the next step changes, and
+    the position of the loop; or `LATE`, of what code between two steps changes, and what the step began with, see
+    `snapshot.step.capture.read_state`. Tensors are copied. Raises `GivenUp` if there is no memory."""
     tensors: dict[str, torch.Tensor] = {}
     encoded = encode(tree, path, tensors)
     if not tensors:

@@ -30,18 +30,19 @@ from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
+    BEGAN,
+    EARLY,
+    LATE,
+    LOOP,
     Placed,
     Values,
-    capture_early,
-    capture_late,
+    capture_tree,
     decode_values,
     encode_record,
     parse_record,
     place,
     place_tensors,
     plan_format,
-    with_beginning,
-    with_loop,
 )
 from holdfast.snapshot.state.replicas import ALONE, agree_on_shares
 from holdfast.snapshot.step.orders import CopyOrder, Due, Live, SnapshotCopy
@@ -72,7 +73,7 @@ class Capture:
     ) -> None:
         """
         Args:
-            loop: returns the place of the loop; called whenever the generators are captured. See `SnapshotHook`.
+            loop: returns the place of the loop; called as a step begins. See `SnapshotHook`.
             notes: returns plain values to put in the record beside the state, or None.
             run: id of the run that the snapshots belong to.
         """
@@ -105,9 +106,10 @@ class Capture:
         """
         self._sharing = agree_on_shares(self._agreement, self._adapter.replica_set(), self._adapter.tensors())
         manifest = Manifest(self._adapter, self._sharing)
-        early = capture_early(self._adapter, self._loop())
+        marked = self._adapter.early()
+        early = capture_tree(marked | {LOOP: self._loop()}, EARLY)
         try:
-            late = with_beginning(capture_late(manifest), read_state(self._adapter.early()))
+            late = capture_tree(manifest.late() | {BEGAN: read_state(marked)}, LATE)
             self._adapter.verify()
             record = encode_record(snapshot, self._coord, early, late, manifest.fixed, self._notes())
             self._rehearse(parse_record(record, snapshot), early.tensors | late.tensors, manifest)
@@ -130,7 +132,7 @@ class Capture:
     def mark(self) -> None:
         """Before data is read for the next step: capture what reading changes. Errors are raised by `begin`."""
         try:
-            self._early = capture_early(self._adapter, self._loop())
+            self._early = capture_tree(self._adapter.early(), EARLY)
         except HoldfastError as error:
             self._early = error
 
@@ -153,10 +155,10 @@ class Capture:
         if self._engine.capturing():
             raise GivenUp("the step begins within the capture of a CUDA graph: begin the step before the capture")
         began = None if declared else read_state(self._adapter.early())
-        # A batch was read since `mark`; the loop describes it now.
-        early = with_loop(self._early, self._loop())
+        # A batch was read since `mark`, which the loop describes now.
+        early = self._early | capture_tree({LOOP: self._loop()}, EARLY)
         placed = self._current()
-        late = with_beginning(capture_late(placed.manifest), began)
+        late = capture_tree(placed.manifest.late() | {BEGAN: began}, LATE)
         self._adapter.watch()
         self._check_leaves(early)
         self._check_leaves(late)

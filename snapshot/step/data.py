@@ -80,7 +80,6 @@ class Data:
         self._turn: object | None = None
         self._left = False  # the pass was left by `break`; it is finished as soon as anything else happens
         self._given: Tree | None = None
-        self._asked = False
         self._reader = Reader(source, name, held, ahead, exact, heartbeat)
 
     @property
@@ -138,10 +137,9 @@ class Data:
         return self._reader.generators
 
     def state(self) -> Tree:
-        """The place, as plain values. While a batch is read and its step begins: as at the last mark, with a
-        description of that batch once it is read."""
+        """The place, as plain values. While a batch is read and its step begins: as before that, with a description of
+        that batch once it is read."""
         if self._given is not None:
-            self._asked = True
             if fetched := self._reader.fetched():
                 self._given["next"] = fetched
             return self._given
@@ -168,7 +166,7 @@ class Data:
         reader.look()
         while self._turn is turn:
             held, self._held = self._held, None
-            self._given, self._asked = self._now() if held is None else dict(held), False
+            self._given = self._now() if held is None else dict(held)
             try:
                 if not torch.is_grad_enabled():
                     raise ConfigError(
@@ -189,8 +187,6 @@ class Data:
                     self._over(reader.resumed)
                     return
                 expected = ""
-                if self._asked:
-                    self.state()  # completes the state that was asked for at the mark
                 self._begin()
             finally:
                 self._given = None

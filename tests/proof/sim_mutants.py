@@ -57,7 +57,7 @@ from holdfast.snapshot.state import live, rng, streams, tracked
 from holdfast.snapshot.state.adapter import Adapter, Flags
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.optimizers import OptimizerState
-from holdfast.snapshot.state.record import LOOP, Values
+from holdfast.snapshot.state.record import EARLY, Values, capture_tree
 from holdfast.snapshot.state.values import encode
 from holdfast.snapshot.step.boundary import Boundary
 from holdfast.snapshot.step.capture import Capture
@@ -433,9 +433,9 @@ def _after_step_and_take(self: Loop) -> None:
             self._copy.confirm()
 
 
-def _early_as_it_lives(adapter: Adapter, loop: live.Tree) -> Values:
+def _early_as_it_lives(tree: live.Tree, path: str) -> Values:
     tensors: dict[str, torch.Tensor] = {}
-    return Values(encode(adapter.early() | {LOOP: loop}, "early", tensors), tensors)
+    return Values(encode(tree, path, tensors), tensors) if path == EARLY else capture_tree(tree, path)
 
 
 def _without_scalers(self: Adapter, early: Any, late: Any, fixed: Any) -> None:
@@ -841,7 +841,7 @@ MUTANTS: dict[str, SimMutant] = {
     "early-tensors-not-copied": SimMutant(
         "tensors that reading a batch changes are not copied before it is read",
         "restored",
-        (("holdfast.snapshot.step.capture", "capture_early", _early_as_it_lives),),
+        (("holdfast.snapshot.step.capture", "capture_tree", _early_as_it_lives),),
         lambda plan: replace(_with_state("loader", declared=True)(plan), **_KILLED),
     ),
     "taken-as-the-step-ends": SimMutant(

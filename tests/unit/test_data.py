@@ -64,7 +64,7 @@ class Hook:
 
     def __post_init__(self) -> None:
         self._pending = self.restored
-        self._marked: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self._marked: dict[str, Any] | None = None
         self._held = decode(json.loads(self.restored.places), no_tensor) if self.restored else {}
         if self.restored:
             self.steps, self.stepped = self.restored.steps, False
@@ -80,13 +80,13 @@ class Hook:
             self._pending = None
             self.stepped = True  # the boundary of the restore is captured once more
         if self.stepped:
-            self._marked = rng.capture(), {name: data.state() for name, data in self.sources.items()}
+            self._marked = rng.capture()
 
     def begin(self) -> None:
         if self._marked is not None:
-            generators, places = self._marked
+            places = {name: data.state() for name, data in self.sources.items()}
             text = json.dumps(encode(places, "places", {}))
-            self.taken.append(Snapshot(generators, text, self.steps))
+            self.taken.append(Snapshot(self._marked, text, self.steps))
             self._marked = None
             self.stepped = False
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.integrations.adapters.torch_native import TorchAdapter
-from holdfast.snapshot.state.record import capture_late
+from holdfast.snapshot.state.record import LATE, capture_tree
 from holdfast.snapshot.state.values import decode
 from tests.system.test_hook import small
 
@@ -313,7 +313,7 @@ def test_a_scaler_is_captured_without_waiting_for_its_device(monkeypatch: pytest
         return scaler, TorchAdapter(model, optim, None, {"scaler": scaler})
 
     scaler, adapter = made()
-    fresh = capture_late(adapter.look())
+    fresh = capture_tree(adapter.look().late(), LATE)
     scaler.scale(torch.ones(1))
     for found_inf in (0.0, 1.0, 0.0):
         scaler._per_optimizer_states[0]["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(found_inf)}
@@ -321,7 +321,7 @@ def test_a_scaler_is_captured_without_waiting_for_its_device(monkeypatch: pytest
     wanted = scaler.state_dict()
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("it waits for the device"))
-        late = capture_late(adapter.look())
+        late = capture_tree(adapter.look().late(), LATE)
     assert [leaf.name for leaf in late.leaves] == [leaf.name for leaf in fresh.leaves], "another layout would be needed"
     assert late.leaves == fresh.leaves
     other, adapter = made(64.0)

@@ -19,11 +19,14 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Tree, Updated
 from holdfast.snapshot.state.manifest import Manifest
 from holdfast.snapshot.state.record import (
+    BEGAN,
+    EARLY,
+    LATE,
+    LOOP,
     RECORD_PAGE_BYTES,
     Placed,
     Values,
-    capture_early,
-    capture_late,
+    capture_tree,
     check_leaves,
     decode_values,
     encode_record,
@@ -31,7 +34,6 @@ from holdfast.snapshot.state.record import (
     place,
     place_tensors,
     plan_format,
-    with_beginning,
 )
 from holdfast.snapshot.state.replicas import ALONE, Sharing
 from holdfast.snapshot.state.steppers import Steppers
@@ -146,9 +148,14 @@ LOOP_HERE = {"iteration": 7}
 BEGAN_SO = {"read": {"rng torch": "5e"}, "rng": None}
 
 
+def captured(adapter: Toy, found: Manifest | Look) -> tuple[Values, Values]:
+    early, late = adapter.early() | {LOOP: LOOP_HERE}, found.late() | {BEGAN: BEGAN_SO}
+    return capture_tree(early, EARLY), capture_tree(late, LATE)
+
+
 def test_early_and_late_values_are_copied_when_they_are_captured() -> None:
     adapter = toy()
-    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(adapter.look()), BEGAN_SO)
+    early, late = captured(adapter, adapter.look())
     adapter.early_tree["rng"].fill_(9)
     adapter.early_tree["seen"] = 9
     adapter.late_tree["warm"].fill_(9)
@@ -160,7 +167,7 @@ def test_early_and_late_values_are_copied_when_they_are_captured() -> None:
 
 def test_copies_carry_no_gradient() -> None:
     adapter = Toy(early_tree={"mean": torch.ones(3, requires_grad=True)})
-    assert not capture_early(adapter, {}).tensors["early.mean"].requires_grad
+    assert not capture_tree(adapter.early(), EARLY).tensors["early.mean"].requires_grad
 
 
 def placed_toy(adapter: Toy, restless: Collection[str] = ()) -> Placed:
@@ -184,7 +191,7 @@ def whole_slot(
 ) -> tuple[SlotFormat, memoryview]:
     """A slot as the copy thread writes it, without its stamp."""
     manifest = Manifest(adapter, sharing)
-    early, late = capture_early(adapter, LOOP_HERE), with_beginning(capture_late(manifest), BEGAN_SO)
+    early, late = captured(adapter, manifest)
     record = encode_record(snapshot, adapter.coordinate(), early, late, manifest.fixed)
     form = plan_format("run", adapter.coordinate(), [*manifest.leaves, *early.leaves, *late.leaves], len(record))
     slot = memoryview(bytearray(form.total_bytes))
