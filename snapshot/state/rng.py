@@ -8,6 +8,7 @@ attributes and the functions there: a loader's ``generator=``, a sampler's gener
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ LONGEST = 256
 
 BLOCK = 624
 """A Mersenne twister makes so many numbers at a time."""
+
+HELD = slice(24, 24 + 8 * BLOCK)
+"""Where a state of torch's generator has them."""
 
 MOST_BLOCKS = 2000
 """Between two states no more are counted."""
@@ -134,23 +138,14 @@ def _tensor(state: bytes) -> torch.Tensor:
 def numbers_between(before: bytes, after: bytes) -> int | None:
     """How many numbers the CPU's generator of torch has drawn between two of its states, from `capture`; None:
     more than a million or so, or it was seeded in between."""
-    (key, place), (key_after, place_after) = map(_twister, (before, after))
-    twister, blocks = np.random.MT19937(), 0
-    twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": place}}
-    while not np.array_equal(key, key_after):
-        blocks += 1
-        if blocks > MOST_BLOCKS:
-            return None
-        twister.random_raw(BLOCK, output=False)
-        key = twister.state["state"]["key"]
-    return blocks * BLOCK + place_after - place
-
-
-def _twister(state: bytes) -> tuple[np.ndarray[Any, Any], int]:
-    """The block of numbers that a state of torch's generator holds, and the place of the next one."""
-    left, following = (int(np.frombuffer(state, kind, 1, at)[0]) for kind, at in ((np.int32, 8), (np.uint64, 16)))
-    key = np.frombuffer(state, np.uint64, BLOCK, 24).astype(np.uint32)
-    return key, BLOCK if left == 1 else following
+    place, place_after = (int.from_bytes(each[16:24], sys.byteorder) or BLOCK for each in (before, after))  # 0: seeded
+    generator, numbers = torch.Generator(), torch.empty(BLOCK, dtype=torch.int32, device="cpu")
+    put(generator, before)
+    for block in range(MOST_BLOCKS):
+        if state_of(generator)[HELD] == after[HELD]:
+            return block * BLOCK + place_after - place
+        numbers.random_(generator=generator)
+    return None
 
 
 # ---------------------------------------------------------------------- those that somebody keeps
