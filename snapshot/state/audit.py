@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -199,15 +200,13 @@ def reachable(frame: FrameType | None = None, theirs: Collection[str] = ()) -> d
     """
     found: dict[str, str] = {}
     texts: dict[int, tuple[torch.Tensor, str]] = {}  # keeps tensors alive, so that no id is reused
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        package = package_of(str(frame.f_globals.get("__name__", "")))
+    for each, _ in walk_stack(frame or sys._getframe(1)):
+        package = package_of(str(each.f_globals.get("__name__", "")))
         if package not in OURS and package not in theirs:
-            where = frame.f_code.co_name.strip("<>")
-            for name, value in list(frame.f_locals.items()):
+            where = each.f_code.co_name.strip("<>")
+            for name, value in list(each.f_locals.items()):
                 if not name.startswith("__"):
                     _look_into(f"{where}.{name}", value, theirs, found, texts)
-        frame = frame.f_back
     return found
 
 

@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.state.walk import tensors_in
 from holdfast.snapshot.step.graphs import Graphs, capturing
-from holdfast.snapshot.step.hooks import ForwardHooks, Method
+from holdfast.snapshot.step.hooks import ForwardHooks, Method, replaced
 
 log = get_log(__name__)
 
@@ -166,7 +166,7 @@ class Boundary:
             self._after(optimizer)
             return result
 
-        return _replace_step(optimizer, stepping)
+        return replaced(optimizer, "step", Method(optimizer, "step", stepping))
 
     def _wrap_scaler(self, scaler: GradScaler) -> Callable[[], None]:
         step = scaler.step
@@ -179,7 +179,7 @@ class Boundary:
                 self._after(optimizer)
             return result
 
-        return _replace_step(scaler, stepping)
+        return replaced(scaler, "step", Method(scaler, "step", stepping))
 
 
 def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
@@ -196,7 +196,7 @@ def _running(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 def _is_within_its_step(optimizer: Any) -> bool:
     """Whether torch's wrapper of ``optimizer.step`` is on the stack twice, counting the call that has just begun."""
     count = 0
-    for frame in _stack():
+    for frame, _ in walk_stack(sys._getframe()):
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
             count += frame.f_locals.get("self") is optimizer
     return count > 1
@@ -204,26 +204,5 @@ def _is_within_its_step(optimizer: Any) -> bool:
 
 def _scaler_on_stack() -> GradScaler | None:
     """The scaler whose ``step`` is on the stack, if one is."""
-    return next((frame.f_locals["self"] for frame in _stack() if frame.f_code is GradScaler.step.__code__), None)
-
-
-def _stack() -> Iterator[FrameType]:
-    """The frames of this thread, from the caller's outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _replace_step(owner: Any, stepping: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the method on this one object; returns a function that undoes it."""
-    earlier = vars(owner).get("step")
-    owner.step = Method(owner, "step", stepping)
-
-    def undo() -> None:
-        if earlier is None:
-            del owner.step
-        else:
-            owner.step = earlier
-
-    return undo
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    return next((frame.f_locals["self"] for frame in frames if frame.f_code is GradScaler.step.__code__), None)

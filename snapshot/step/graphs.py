@@ -18,6 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.copy.cuda_runtime import uses_cuda
+from holdfast.snapshot.step.hooks import replaced
 
 UNHEARD = 64
 """After this many replays of unknown graphs without any optimizer stepping, a warning says that they may step one."""
@@ -49,12 +50,11 @@ class Graphs:
     """Listens to all captures and replays of this process, until `remove`. Used by the training thread."""
 
     def __init__(self) -> None:
-        self._kind = kind_of_graph()
         self._tapes: weakref.WeakKeyDictionary[Any, _Tape] = weakref.WeakKeyDictionary()
         self._tape = _Tape()
         self._unheard = 0
-        self._earlier = {name: vars(self._kind).get(name) for name in ("capture_begin", "capture_end", "replay")}
-        begin, end, replay = (getattr(self._kind, name) for name in self._earlier)
+        kind = kind_of_graph()
+        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             self._tape = _Tape()
@@ -76,8 +76,8 @@ class Graphs:
                 say()
             return result
 
-        for name, method in {"capture_begin": capture_begin, "capture_end": capture_end, "replay": replayed}.items():
-            setattr(self._kind, name, method)
+        methods = {"capture_begin": capture_begin, "capture_end": capture_end, "replay": replayed}
+        self._undo = [replaced(kind, name, method) for name, method in methods.items()]
 
     def say(self, what: Say, *, after: bool = False) -> None:
         """Call `what` now; during a capture, call it at each replay instead, before it or `after`."""
@@ -95,11 +95,8 @@ class Graphs:
 
     def remove(self) -> None:
         """Unwrap the methods."""
-        for name, method in self._earlier.items():
-            if method is None:
-                delattr(self._kind, name)
-            else:
-                setattr(self._kind, name, method)
+        while self._undo:
+            self._undo.pop()()
 
     def _count_unknown(self) -> None:
         self._unheard += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,13 @@ def on_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -
     return undo
 
 
+def replaced(owner: Any, name: str, value: object) -> Callable[[], None]:
+    """Replace an attribute, or a class's for this one object. Returns what puts the earlier one back."""
+    earlier = vars(owner).get(name)
+    setattr(owner, name, value)
+    return partial(delattr, owner, name) if earlier is None else partial(setattr, owner, name, earlier)
+
+
 DICTS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -81,11 +89,11 @@ class ForwardHooks:
         self._handles: list[RemovableHandle] = []
         self._put_on()
         self._script: Callable[..., Any] = torch.jit._recursive.create_script_module
-        torch.jit._recursive.create_script_module = self._scripted
+        self._undo = replaced(torch.jit._recursive, "create_script_module", self._scripted)
 
     def remove(self) -> None:
         """Take them off again."""
-        torch.jit._recursive.create_script_module = self._script
+        self._undo()
         self._take_off()
 
     def _put_on(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from queue import Queue
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,6 +43,7 @@ from holdfast.snapshot.state.walk import (
     trains_beside_optimizers,
     walk,
 )
+from holdfast.snapshot.step.hooks import replaced
 
 MOST = 5000
 """Maximum number of objects that are looked into."""
@@ -57,19 +59,13 @@ def is_users_frame(frame: FrameType) -> bool:
 
 def users_frames() -> Iterator[FrameType]:
     """The user's functions that are running, from the innermost outwards."""
-    return filter(is_users_frame, _outwards(sys._getframe(1)))
+    return (frame for frame, _ in walk_stack(sys._getframe(1)) if is_users_frame(frame))
 
 
 def frames_called_by_a_library() -> Iterator[FrameType]:
     """The innermost of them, out to the one that code which is not the user's calls."""
-    inwards = dropwhile(lambda each: not is_users_frame(each), _outwards(sys._getframe(1)))
-    return takewhile(is_users_frame, inwards)
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return takewhile(is_users_frame, dropwhile(lambda each: not is_users_frame(each), frames))
 
 
 def feeding() -> list[str]:
@@ -81,7 +77,7 @@ def feeding() -> list[str]:
 
 
 def _puts(inner: FrameType) -> bool:
-    frames = list(_outwards(inner))
+    frames = [frame for frame, _ in walk_stack(inner)]
     if any(each.f_globals.get("__name__", "").partition(".")[0] in ("holdfast", "torch") for each in frames):
         return False
     waits = any(each.f_code is Queue.put.__code__ for each in frames)
@@ -386,8 +382,7 @@ class Iterators:
         self._read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._told: set[Kept] = set()
         self._at_work = os.getpid(), threading.get_ident()
-        kind: Any = _BaseDataLoaderIter
-        make = self._make = kind.__init__
+        make = self._make = _BaseDataLoaderIter.__init__
 
         def making(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             if _quiet or self._at_work != (os.getpid(), threading.get_ident()):
@@ -403,12 +398,11 @@ class Iterators:
             if loader.generator is None:  # another generator is nobody else's
                 self._alive[iterator] = Kept(_caller(), trains, not isinstance(loader.dataset, IterableDataset))
 
-        kind.__init__ = making
+        self._undo = replaced(_BaseDataLoaderIter, "__init__", making)
 
     def remove(self) -> None:
         """Stop watching."""
-        kind: Any = _BaseDataLoaderIter
-        kind.__init__ = self._make
+        self._undo()
 
     def tree(self) -> Tree:
         """The seeds of the persistent workers that were made, by their loaders, in order."""
