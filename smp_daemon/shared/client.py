@@ -276,10 +276,6 @@ class RecoveredShard:
         begin = number * self.unit_bytes
         return Unit(self.view[begin : begin + self.unit_bytes], self.digests[number])
 
-    def matches(self, number: int) -> bool:
-        """Whether a unit still has its digest."""
-        return self.unit(number).matches()
-
 
 class SmpClient(SmpConnection):
     """What a trainer, or a command, asks of its node's SMP; see `SmpConnection` for how.

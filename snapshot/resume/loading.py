@@ -128,7 +128,7 @@ class _Loading:
                 whole = take([(self._shard.unit(unit), parts[rows[unit] : rows[unit + 1]]) for unit in held])
                 bad.update(unit for unit, is_whole in zip(held, whole, strict=True) if not is_whole)
                 rest.difference_update(held)
-        return bad | {unit for unit in rest if not self._shard.matches(unit)}
+        return bad | {unit for unit in rest if not self._shard.unit(unit).matches()}
 
 
 def _make_whole(loading: _Loading, bad: list[int], repair: Repair) -> None:

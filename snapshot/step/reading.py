@@ -29,7 +29,7 @@ def read_back(shard: RecoveredShard, expected: Claim, leaves: Mapping[str, Leaf]
     snapshot = expected.snapshot
     try:
         saved = SavedShard(lambda offset, length: shard.view[offset : offset + length], expected)
-        if bad := [unit for unit in range(len(shard.digests)) if not shard.matches(unit)]:
+        if bad := [unit for unit in range(len(shard.digests)) if not shard.unit(unit).matches()]:
             raise DamagedSnapshot(
                 f"{some(_leaves_in(saved.form, shard, bad[0]))}: the bytes are not those that were sealed"
             )

@@ -704,7 +704,7 @@ MUTANTS: dict[str, SimMutant] = {
         "restored",
         (
             (Holdings, "damaged_units", lambda self, key, *pace, **which: []),
-            ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
+            ("holdfast.smp_daemon.shared.records.Unit", "matches", lambda self: True),
         ),
         _bits_flip,
     ),
@@ -713,7 +713,7 @@ MUTANTS: dict[str, SimMutant] = {
         "restored",
         (
             (Holdings, "checked_unit", _believe_what_was_adopted),
-            ("holdfast.smp_daemon.shared.client.RecoveredShard", "matches", lambda self, unit: True),
+            ("holdfast.smp_daemon.shared.records.Unit", "matches", lambda self: True),
         ),
         _adopted_flipped,
     ),

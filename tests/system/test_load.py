@@ -57,7 +57,7 @@ class Loss:
 
     def assert_whole(self, shard: RecoveredShard, plan: RestorePlan, coord: str = "dp4") -> None:
         assert shard.view == self.run[coord].image(plan.snapshot)
-        assert all(shard.matches(unit) for unit in range(len(shard.digests)))
+        assert all(shard.unit(unit).matches() for unit in range(len(shard.digests)))
 
 
 @contextmanager

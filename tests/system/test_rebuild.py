@@ -55,7 +55,7 @@ def assert_whole(run: Run, plan: RestorePlan, rebuilt: Collection[int]) -> int:
         shard = trainer.recover(plan)
         assert shard.view == trainer.image(plan.snapshot), coord
         assert shard.how == ("rebuilt" if int(coord[2:]) // 2 in rebuilt else "held")
-        assert all(shard.matches(unit) for unit in range(len(shard.digests))), coord
+        assert all(shard.unit(unit).matches() for unit in range(len(shard.digests))), coord
         count += shard.bytes_fetched
     return count
 

@@ -458,7 +458,9 @@ class TestAnSmpKilledAndStartedAgain:
         elsewhere = Trainer(smps[0], "dp1", 3000).recover(plan)
         assert bytes(elsewhere.view) == bytes_of(run, "dp1", snapshot), "a damaged unit was sent as an erasure"
         lent = run["dp1"].client.recover(plan.sources, "dp1", check=False)
-        assert not all(lent.matches(unit) for unit in range(len(lent.digests))), "whoever asks for no check checks"
+        assert not all(lent.unit(unit).matches() for unit in range(len(lent.digests))), (
+            "whoever asks for no check checks"
+        )
         recovered = run["dp1"].recover(plan)
         assert (recovered.how, bytes(recovered.view)) == ("repaired", bytes_of(run, "dp1", snapshot))
         held.go()
@@ -556,10 +558,10 @@ class TestAShardThatIsNotCheckedBeforeItIsGiven:
         given = client.recover(plan.sources, "dp1", check=False)
         assert (given.how, given.bytes_fetched, damage_of(run["dp1"])) == ("held", 0, (0, 0))
         units = range(len(given.digests))
-        assert [unit for unit in units if not given.matches(unit)] == [units[-1]]
+        assert [unit for unit in units if not given.unit(unit).matches()] == [units[-1]]
         repaired = client.recover(plan.sources, "dp1")
         assert (repaired.how, repaired.digests) == ("repaired", given.digests)
-        assert all(given.matches(unit) for unit in units), "it is the same memory"
+        assert all(given.unit(unit).matches() for unit in units), "it is the same memory"
         assert given.view == bytes_of(run, "dp1", snapshot)
 
     @pytest.mark.parametrize("check", [None, 1, "no", []])

@@ -130,9 +130,9 @@ def _tracked_values_are_left_alone() -> None:
 
 
 def _digests_are_not_compared() -> None:
-    from holdfast.smp_daemon.shared.client import RecoveredShard
+    from holdfast.smp_daemon.shared.records import Unit
 
-    _replace(RecoveredShard, "matches", lambda self, unit: True)
+    _replace(Unit, "matches", lambda self: True)
 
 
 def _every_rank_plans_alone() -> None:
@@ -253,9 +253,10 @@ def _protected_slots_are_written_to() -> None:
 
 
 def _storage_is_not_looked_at() -> None:
-    from holdfast.snapshot.resume.choice import RestoreAttempts
+    from holdfast.smp_daemon.shared.client import SmpClient
+    from holdfast.smp_daemon.shared.inventory import Persisted
 
-    _replace(RestoreAttempts, "choose_persisted", lambda self, answers: None)
+    _replace(SmpClient, "persisted", lambda self, *deadline_s: Persisted(""))
 
 
 def _signals_are_not_heard() -> None:
@@ -277,7 +278,7 @@ def _an_error_that_nobody_expects() -> None:
 
     def raising(self: JobState, epoch: int, coord: str) -> None:
         goes_on(self, epoch, coord)
-        if epoch == 2 and coord == "dp0":
+        if epoch > 1 and coord == "dp0":
             raise ZeroDivisionError("a bug")
 
     _replace(JobState, "goes_on", raising)
