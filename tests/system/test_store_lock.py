@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = {
-    "storage.job_state.JobState.write",
+    "storage.job_state.JobState._note",
     "storage.arena.ArenaDirectory.write_again",
     "storage.job_state.read_node_file",
     "storage.arena.LayoutFiles.add",
