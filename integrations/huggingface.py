@@ -48,7 +48,7 @@ STATE = (
 """Captured fields of `TrainerState`, besides ``log_history``. The others follow from the arguments."""
 
 TRAINER = ("_total_loss_scalar", "_initial_global_step", "_globalstep_last_logged", "current_flos")
-"""Sums and counters of the trainer itself, besides ``_tr_loss``. Releases before 5.20 may lack the second."""
+"""Sums and counters of the trainer itself, besides ``_tr_loss``. Releases before 5.19 lack the second."""
 
 
 def protect(

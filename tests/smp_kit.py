@@ -687,26 +687,34 @@ class ManualClock(System):
 
 
 class Watched:
-    """A method whose calls a test watches, and holds up until `go_on` is set if `hold`.
+    """A method, or a function of a module, whose calls a test watches, and holds up until `go_on` is set if `hold`.
 
     Attributes:
-        calls: the arguments of each call, and whether `lock` was held.
+        calls: the arguments of each call but the first, and whether `lock` was held.
+        ended: set once a call has returned or raised.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, lock: threading.Condition, *, hold: bool = False
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        lock: threading.Condition | None = None,
+        *,
+        hold: bool = False,
     ) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.begun, self.go_on, self.ended = threading.Event(), threading.Event(), threading.Event()
         original = getattr(owner, name)
 
         def instead(of: Any, *arguments: Any) -> Any:
-            self.calls.append((*arguments, lock._is_owned()))  # type: ignore[attr-defined]
+            self.calls.append((*arguments, lock is not None and lock._is_owned()))  # type: ignore[attr-defined]
             self.begun.set()
             assert not hold or self.go_on.wait(DEADLINE_S)
-            result = original(of, *arguments)
-            self.ended.set()
-            return result
+            try:
+                return original(of, *arguments)
+            finally:
+                self.ended.set()
 
         monkeypatch.setattr(owner, name, instead)
 

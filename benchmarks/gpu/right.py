@@ -178,7 +178,7 @@ def leaks(machine: Machine) -> Figures:
                     early = _held(machine)
             late = _held(machine)
             protected = snap.statistics.protected
-    growth = {name: round(late[name] / max(1, early[name]), 3) for name in late}
+    growth = {name: round(late[name] / max(1, early[name]), 3) for name in early}
     slack = 1.2 if machine.dry else GROWTH
     return {"snapshots": protected, **growth, "passes": protected > count // 5 and max(growth.values()) <= slack}
 

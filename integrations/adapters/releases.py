@@ -14,7 +14,7 @@ log = get_log(__name__)
 def need_release(package: str, release: str, least: str) -> None:
     """Raises `ConfigError` if a release of a package is older than `least`, such as ``0.2``."""
     if _numbers(release) < _numbers(least):
-        raise ConfigError(f"{package} {release} is too old: holdfast works with {least} and later")
+        raise ConfigError(f"{package} {release} is not supported: holdfast works with {least} and later")
 
 
 def _numbers(release: str) -> list[int]:

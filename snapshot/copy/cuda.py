@@ -254,16 +254,16 @@ class CudaEngine:
     ) -> Generator[DeviceEvent, None, list[Runs]]:
         """Queue batches, with at most `AHEAD` of them before the device, until somebody waits for the copy. Returns
         those that are left."""
-        passed: deque[DeviceEvent] = deque(maxlen=AHEAD)
+        queued: deque[DeviceEvent] = deque(maxlen=AHEAD)
         limit = time.monotonic() + DEADLINE_S  # a device that gets nowhere is `finish`'s to report
         for number, batch in enumerate(batches):
-            while len(passed) == AHEAD and not passed[0].query():
+            while len(queued) == AHEAD and not queued[0].query():
                 if pause(0) or time.monotonic() > limit:
                     return batches[number:]
                 time.sleep(AHEAD_POLL_S)
             store([batch])
-            passed.append(self.stream.record_event())
-            yield passed[-1]
+            queued.append(self.stream.record_event())
+            yield queued[-1]
         return []
 
     def check(self, pieces: Sequence[SlotTensor]) -> None:

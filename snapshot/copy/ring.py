@@ -46,7 +46,7 @@ class Ring:
         for part in runs.batches(table, self.buffer_bytes):
             while len(self._stored) >= self._most:
                 self._land_first(begun)
-            buffer = self.take()
+            buffer = self.free_buffer()
             try:
                 target = np.uint64(buffer.data_ptr()) + _starts(part)
                 self._runtime.copy_parts([_with(part, target=target)])
@@ -97,7 +97,7 @@ class Ring:
         finally:
             self._give(buffer, event)
 
-    def take(self) -> torch.Tensor:
+    def free_buffer(self) -> torch.Tensor:
         """A buffer without a transfer in progress."""
         with self._lock:
             known = self._free.popleft() if self._made == self._most else None
@@ -173,7 +173,7 @@ class Upload:
         if self._used + count > self._ring.buffer_bytes:
             self.send()
         if self._buffer is None:
-            self._buffer = self._ring.take()
+            self._buffer = self._ring.free_buffer()
         at = self._buffer.data_ptr() + self._used
         self._used += -(-count // LINE) * LINE
         return at

@@ -138,7 +138,8 @@ def _tensor(state: bytes) -> torch.Tensor:
 def numbers_between(before: bytes, after: bytes) -> int | None:
     """How many numbers the CPU's generator of torch has drawn between two of its states, from `capture`; None:
     more than a million or so, or it was seeded in between."""
-    place, place_after = (int.from_bytes(each[16:24], sys.byteorder) or BLOCK for each in (before, after))  # 0: seeded
+    # The place is 0 only right after seeding: the next draw makes the next block, as at the end of one.
+    place, place_after = (int.from_bytes(each[16:24], sys.byteorder) or BLOCK for each in (before, after))
     generator, numbers = torch.Generator(), torch.empty(BLOCK, dtype=torch.int32, device="cpu")
     put(generator, before)
     for block in range(MOST_BLOCKS):

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +22,11 @@ from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
-from holdfast.smp_daemon.shared.paths import Owner, read_owner
+from holdfast.smp_daemon.shared.paths import read_owner
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S, await_that
 from tests.scripts import started
-from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, end, playground, read_line, run_on, suspend
+from tests.smp_kit import JOB, Ground, SmpProcess, Trainer, Watched, end, playground, read_line, run_on, suspend
 from tests.unit.test_damage import DAMAGE
 
 QUICK = ("--scrub", "0", "--regroup-after", "0")
@@ -94,21 +93,13 @@ def test_a_day_of_an_smp(ground: Ground, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_start_finds_the_smp_that_another_starts_at_this_moment(
     ground: Ground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused, launch = threading.Event(), spawn.launch
-
-    def launched(*how: Any) -> Owner:
-        try:
-            return launch(*how)
-        finally:
-            refused.set()
-
-    monkeypatch.setattr(spawn, "launch", launched)
+    launch = Watched(monkeypatch, spawn, "launch")
     first = Detached(ground)
     first.host, first.rules = ground.host(), [("start.bound", None)]
     first.launch()
     held = ground.points.wait_any("node0", "start.bound")
     second = ground.meanwhile(smp, capsys, "start", "--detach", "--host", first.host, *QUICK)
-    assert refused.wait(DEADLINE_S)
+    assert launch.ended.wait(DEADLINE_S)
     assert not second.done()
     held.go()
     pid = first.wait_ready().owner.pid

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -55,6 +54,7 @@ from tests.smp_kit import (
     Ground,
     SmpProcess,
     Trainer,
+    Watched,
     end,
     just_before,
     limited,
@@ -282,22 +282,14 @@ class TestADetachedSmp:
     def test_that_removes_its_arena_is_waited_for_and_replaced(
         self, ground: Ground, monkeypatch: pytest.MonkeyPatch, point: str
     ) -> None:
-        answered, original = threading.Event(), spawn.launch
-
-        def launch(*how: Any) -> Owner:
-            try:
-                return original(*how)
-            finally:
-                answered.set()
-
-        monkeypatch.setattr(spawn, "launch", launch)
+        launch = Watched(monkeypatch, spawn, "launch")
         smp = ground.smp(rules=[(point, None)])
         client = ground.keep(SmpClient(smp.arena, smp.job))
         client.join(1)
         finished = ground.meanwhile(client.finish, 1)
         held = ground.points.wait_any("node0", point)
         next_one = ground.meanwhile(partial(connect_to_smp, start=True), smp.arena, smp.job)
-        assert answered.wait(DEADLINE_S)
+        assert launch.ended.wait(DEADLINE_S)
         assert not next_one.done()
         held.go()
         finished.result(DEADLINE_S)
