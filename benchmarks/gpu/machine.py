@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ import torch
 
 from holdfast import InMemorySnapshot
 from holdfast.leftovers import Leftover, find_arenas, remove
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from tests.proof.device.driver import Driver
 from tests.proof.device.queues import EAGER, LAZY
@@ -102,13 +102,12 @@ class Machine:
 @contextmanager
 def arena() -> Iterator[Path]:
     """A directory in shared memory. At the end all SMPs in it are killed, and it is removed."""
-    base = Path(tempfile.mkdtemp(prefix="holdfast-gpu-", dir=os.environ.get(ARENA_ENV, "/dev/shm")))
-    try:
-        yield base
-    finally:
-        for found in arenas_in(base):
-            remove(found)
-        shutil.rmtree(base)
+    with Scratch("bench") as scratch:
+        try:
+            yield scratch.path
+        finally:
+            for found in arenas_in(scratch.path):
+                remove(found)
 
 
 def arenas_in(base: Path) -> list[Leftover]:

@@ -33,6 +33,7 @@ from holdfast.snapshot.copy.engines import (
     SAMPLE_BYTES,
     CopyEngine,
     Filling,
+    Pause,
     Places,
     Sample,
     SlotTensor,
@@ -171,10 +172,22 @@ class CudaEngine:
         return [(self, pieces)]
 
     def fill(self) -> Filling:
-        return CudaFilling(self)
+        """After all that was queued on the current stream. The engine is its own `Filling`."""
+        with self.reported("the load from the slot"):
+            self.stream.wait_event(self.runtime.current_stream().record_event())
+        return self
+
+    @contextmanager
+    def taking(self) -> Iterator[Take]:
+        with self.on_stream("the load from the slot"), self.ring.uploading() as upload:
+            yield upload.take
+
+    def finish(self) -> None:
+        with self.on_stream("the load from the slot"):
+            self.runtime.wait(self.stream.record_event())
 
     def load(self, pieces: Sequence[SlotTensor], slot: memoryview) -> None:
-        filling = CudaFilling(self)
+        self.fill()
         base = np.array([address_of(slot), 0, 0], np.uint64)
         plain = [(piece.offset, piece.tensor.data_ptr(), piece.bytes) for piece in pieces if piece.is_plain]
         with self.on_stream("the load from the slot"):
@@ -185,7 +198,7 @@ class CudaEngine:
                 with self.ring.uploading() as upload:
                     upload.copy(runs.make_runs([(chunk.offset, scratch.data_ptr(), chunk.bytes)]) + base)
                 self.runtime.copy(chunk.tensor, scratch)
-        filling.finish()
+        self.finish()
 
     def forget(self) -> None:
         self._tables.clear()
@@ -209,9 +222,7 @@ class CudaEngine:
 
         return remembered(self._tables, pieces, made)
 
-    def queue(
-        self, table: Table, slot: memoryview, pause: Callable[[int], bool | None], begun: DeviceEvent
-    ) -> Iterator[DeviceEvent]:
+    def queue(self, table: Table, slot: memoryview, pause: Pause, begun: DeviceEvent) -> Iterator[DeviceEvent]:
         """Queue the copies of all pieces on our stream, which must be the current one, after `begun`. Yields points of
         the way.
 
@@ -250,7 +261,7 @@ class CudaEngine:
             yield self.stream.record_event()
 
     def _queue_slowly(
-        self, batches: list[Runs], store: Callable[[Sequence[Runs]], None], pause: Callable[[int], bool | None]
+        self, batches: list[Runs], store: Callable[[Sequence[Runs]], None], pause: Pause
     ) -> Generator[DeviceEvent, None, list[Runs]]:
         """Queue batches, with at most `AHEAD` of them before the device, until somebody waits for the copy. Returns
         those that are left."""
@@ -265,10 +276,6 @@ class CudaEngine:
             queued.append(self.stream.record_event())
             yield queued[-1]
         return []
-
-    def check(self, pieces: Sequence[SlotTensor]) -> None:
-        """Raise `ConfigError` if a piece is on another device."""
-        self.cover({piece.tensor.device for piece in pieces})
 
     def began(self, transfer: CudaTransfer) -> None:
         """`transfer` may have work in progress from now on."""
@@ -338,11 +345,11 @@ class CudaTransfer:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], bool | None],
+        pause: Pause,
         digests: UnitDigests | None = None,
     ) -> None:
         engine = self._engine
-        engine.check(pieces)
+        engine.cover({piece.tensor.device for piece in pieces})
         with engine.on_stream("the copy to the slot"):
             if self._ready is None or self._error:
                 raise HoldfastError(f"the state of the last boundary cannot be copied: {self._error}")
@@ -405,26 +412,6 @@ class CudaTransfer:
         self._kept.clear()
         self._passed.clear()
         self._engine.ended(self)
-
-
-class CudaFilling:
-    """Fills live tensors, after all that was queued on the current stream when it was made."""
-
-    def __init__(self, engine: CudaEngine) -> None:
-        self._engine = engine
-        with engine.reported("the load from the slot"):
-            before = engine.runtime.current_stream().record_event()
-            engine.stream.wait_event(before)
-
-    @contextmanager
-    def taking(self) -> Iterator[Take]:
-        with self._engine.on_stream("the load from the slot"), self._engine.ring.uploading() as upload:
-            yield upload.take
-
-    def finish(self) -> None:
-        engine = self._engine
-        with engine.on_stream("the load from the slot"):
-            engine.runtime.wait(engine.stream.record_event())
 
 
 def chunks(piece: SlotTensor, limit: int) -> Iterator[SlotTensor]:

@@ -1,11 +1,11 @@
-"""Every call into CUDA for capture and restore, behind `Runtime`, so that tests can stand in for a device."""
+"""Every call into CUDA for capture and restore, in `Runtime`, so that tests can stand in for a device."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -50,43 +50,6 @@ class DeviceStream(Protocol):
     def wait_event(self, event: DeviceEvent) -> None: ...
 
 
-class Runtime(Protocol):
-    """What capture and restore need of CUDA, on one device. Any call may raise RuntimeError for an error of the device.
-
-    `enter_thread` is called first in each of holdfast's threads: from then on the thread uses the device. `capturing`:
-    whether work that is queued on the current stream is being recorded instead of done. `own_stream` gives a stream
-    that nobody else is given, the same for the same name. `one_queue`: whether the device takes the kernels of all
-    streams in the order in which they were launched, so that one that waits holds up all that follow.
-    `on` makes a stream, and its device, the calling thread's current one; within it the thread breaks no capture of a
-    CUDA graph. On the current stream `copy` queues a copy between tensors of the device, and `copy_runs` queues rows of
-    source, target and bytes, each on the device or pinned, and within one allocation: `allocation_of` tells which one a
-    tensor of the device is in. Sources and targets must stay until the copy is done. `copy_parts` does the same for
-    several tables, and copies of other streams may go between two of them, unless the device has `one_queue`.
-    `scratch` is device memory that, once dropped, only work queued later on that stream gets.
-    `wait` blocks until an event, or raises `DeadlineExceeded` once the device has taken 60 s for it since `begun`,
-    however long it takes to get there: work of training comes before. `register` page-locks host memory and gives every
-    device access to it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
-    """
-
-    device: torch.device
-    one_queue: bool
-
-    def enter_thread(self) -> None: ...
-    def capturing(self) -> bool: ...
-    def current_stream(self) -> DeviceStream: ...
-    def own_stream(self, name: str) -> DeviceStream: ...
-    def on(self, stream: DeviceStream) -> AbstractContextManager[object]: ...
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None: ...
-    def copy_runs(self, table: Runs) -> None: ...
-    def copy_parts(self, parts: Sequence[Runs]) -> None: ...
-    def allocation_of(self, tensor: torch.Tensor) -> int: ...
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
-    def pinned(self, count: int) -> torch.Tensor: ...
-    def wait(self, event: DeviceEvent, begun: DeviceEvent | None = None) -> None: ...
-    def register(self, address: int, count: int) -> int: ...
-    def unregister(self, address: int) -> int: ...
-
-
 @contextmanager
 def _context_of(device: torch.device) -> Iterator[None]:
     """Make a device this thread's current one, and its context too: the driver needs one. ``torch.cuda.device`` makes
@@ -105,9 +68,25 @@ def _own_stream(device: torch.device, name: str) -> DeviceStream:
     return cast(DeviceStream, torch.cuda.ExternalStream(handle, device))  # type: ignore[no-untyped-call]
 
 
-class TorchRuntime:
-    """`Runtime` by ``torch.cuda``. Raises `ConfigError` if `device` is not a CUDA device, or if CUDA cannot be used
-    here."""
+class Runtime:
+    """What capture and restore need of CUDA, on one device. Any call may raise RuntimeError for an error of the device.
+
+    Raises `ConfigError` if `device` is not a CUDA device, or if CUDA cannot be used here.
+
+    `enter_thread` is called first in each of holdfast's threads: from then on the thread uses the device. `capturing`:
+    whether work that is queued on the current stream is being recorded instead of done. `own_stream` gives a stream
+    that nobody else is given, the same for the same name. `one_queue`: whether the device takes the kernels of all
+    streams in the order in which they were launched, so that one that waits holds up all that follow.
+    `on` makes a stream, and its device, the calling thread's current one; within it the thread breaks no capture of a
+    CUDA graph. On the current stream `copy` queues a copy between tensors of the device, and `copy_runs` queues rows of
+    source, target and bytes, each on the device or pinned, and within one allocation: `allocation_of` tells which one a
+    tensor of the device is in. Sources and targets must stay until the copy is done. `copy_parts` does the same for
+    several tables, and copies of other streams may go between two of them, unless the device has `one_queue`.
+    `scratch` is device memory that, once dropped, only work queued later on that stream gets.
+    `wait` blocks until an event, or raises `DeadlineExceeded` once the device has taken 60 s for it since `begun`,
+    however long it takes to get there: work of training comes before. `register` page-locks host memory and gives every
+    device access to it, `unregister` undoes that; both return 0 or CUDA's error code, and may block for seconds.
+    """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():

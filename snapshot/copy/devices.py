@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.cuda import CudaEngine
-from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
-from holdfast.snapshot.copy.engines import CopyEngine, CpuEngine, Filling, Sample, SlotTensor, Transfer, remembered
+from holdfast.snapshot.copy.cuda_runtime import Runtime
+from holdfast.snapshot.copy.engines import (
+    CopyEngine,
+    CpuEngine,
+    Filling,
+    Pause,
+    Sample,
+    SlotTensor,
+    Transfer,
+    remembered,
+)
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 
@@ -45,7 +54,7 @@ def engine_of(device: torch.device, pages: Pages) -> CopyEngine:
     if device.type == "cpu":
         return CpuEngine()
     if device.type == "cuda":
-        return CudaEngine(TorchRuntime(device), pages)
+        return CudaEngine(Runtime(device), pages)
     raise ConfigError(f"there is state on {device}: only state on CPUs and CUDA devices is captured")
 
 
@@ -163,15 +172,11 @@ class DeviceEngines:
         if strangers := by_device.keys() - self._engines.keys():
             names = ", ".join(sorted(map(str, strangers)))
             raise ConfigError(f"state has come to {names} since the last layout was made")
-        if len(by_device) == 1:
-            return _Divided(pieces, [(self._engines[device], pieces, np.arange(len(pieces))) for device in by_device])
-        return _Divided(
-            pieces,
-            [
-                (self._engines[device], tuple(pieces[i] for i in index), np.array(index, np.int64))
-                for device, index in by_device.items()
-            ],
-        )
+        parts: list[_Part] = []
+        for device, index in by_device.items():
+            part = pieces if len(by_device) == 1 else tuple(pieces[i] for i in index)
+            parts.append((self._engines[device], part, np.array(index, np.int64)))
+        return _Divided(pieces, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +190,7 @@ class DeviceTransfers:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], bool | None],
+        pause: Pause,
         digests: UnitDigests | None = None,
     ) -> None:
         for engine, part, _ in self._engines.divided(pieces):

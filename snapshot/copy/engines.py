@@ -31,6 +31,10 @@ SAMPLE_BYTES = 32
 FEW_THREADS, LOAD_THREADS = 4, 16
 """How many threads fill live tensors, if there are as many cores: at least, and at most. Nothing else runs then."""
 
+Pause = Callable[[int], bool]
+"""Called before each batch of a copy with its length in bytes: blocks, to pace the copy, or raises, to end it. Returns
+whether somebody waits for the copy. Called with 0 where nothing is paced: then it does not block."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotTensor:
@@ -73,15 +77,12 @@ class Transfer(Protocol):
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], bool | None],
+        pause: Pause,
         digests: UnitDigests | None = None,
     ) -> None:
         """Copy pieces into the slot. On a GPU the copies may still be in progress when it returns. May be called again.
 
         Args:
-            pause: called before each batch with its length in bytes; may block, to pace the copy, or raise, to end it.
-                Returns whether somebody waits for the copy. Called with 0 where nothing is paced: then it does not
-                block.
             digests: notes the digests of units that are copied whole, where that saves reading them again. Nothing
                 else may be copied into these units. Only for engines that have `digests`.
         """
@@ -262,7 +263,7 @@ class CpuEngine:
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], bool | None],
+        pause: Pause,
         digests: UnitDigests | None = None,
     ) -> None:
         unit_bytes = None if digests is None else digests.unit_bytes

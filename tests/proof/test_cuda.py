@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.records import Unit, digest
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import CudaEngine, chunks
-from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.cuda_runtime import Runtime
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Table, Transfer, address_of, load_threads
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import flat, leaf_of
@@ -32,6 +32,7 @@ from tests.deadlines import DEADLINE_S
 from tests.proof.device import standin
 from tests.proof.device.queues import EAGER, LAZY, DeviceQueueEvent
 from tests.proof.device.standin import EmulatedCuda, EmulatedRuntime
+from tests.unit.test_engines import Pauses
 
 PAGE = mmap.PAGESIZE
 CHUNK = PAGE // 4
@@ -82,10 +83,6 @@ def prepared(engine: CudaEngine, *slots: memoryview) -> memoryview:
     return slots[0]
 
 
-def no_pause(count: int) -> bool:
-    return True
-
-
 def place(*tensors: torch.Tensor, at: int = 64) -> list[SlotTensor]:
     pieces = []
     for i, tensor in enumerate(tensors):
@@ -129,7 +126,7 @@ def state(gpu: EmulatedCuda) -> list[torch.Tensor]:
 
 def copied(engine: CudaEngine, gpu: EmulatedCuda, slot: memoryview) -> None:
     transfer = engine.mark()
-    transfer.copy(place(gpu.tensor(torch.ones(3))), slot, no_pause)
+    transfer.copy(place(gpu.tensor(torch.ones(3))), slot, Pauses())
     transfer.finish()
 
 
@@ -154,7 +151,7 @@ def test_a_slot_holds_the_state_of_its_boundary(order: str | int, refused: bool,
                 tensor.mul_(2).add_(step)
             transfer = engine.mark()
             wanted = [tensor.clone() for tensor in live]
-            transfer.copy(pieces, slots[step % 2], no_pause)
+            transfer.copy(pieces, slots[step % 2], Pauses())
             transfer.guard()
             transfer.fence()
             for tensor in live:
@@ -207,7 +204,7 @@ def test_a_slot_may_have_no_plain_tensors(gpu: EmulatedCuda, odd: bool) -> None:
     slot = prepared(engine)
     pieces = place(*[gpu.tensor(torch.ones(30, 20)).t()] * odd)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     transfer.finish()
     assert content(slot, pieces) == [bits(piece.tensor) for piece in pieces]
 
@@ -248,7 +245,7 @@ def test_nothing_outside_the_pieces_is_written(gpu: EmulatedCuda) -> None:
     engine = engine_on(gpu)
     slot = prepared(engine)
     transfer = engine.mark()
-    transfer.copy(place(gpu.tensor(torch.full((3000,), 7, dtype=torch.uint8)), at=100), slot, no_pause)
+    transfer.copy(place(gpu.tensor(torch.full((3000,), 7, dtype=torch.uint8)), at=100), slot, Pauses())
     transfer.finish()
     assert bytes(slot) == bytes(100) + b"\x07" * 3000 + bytes(slot.nbytes - 3100)
 
@@ -257,7 +254,7 @@ def test_the_training_thread_neither_blocks_nor_waits_for_the_device(one: Emulat
     engine = engine_on(one)
     live = state(one)
     transfer = engine.mark()
-    transfer.copy(place(*live), prepared(engine), no_pause)
+    transfer.copy(place(*live), prepared(engine), Pauses())
     sample = engine.sample(place(*live), 1)
     given = engine.fetch([live[0]])
     behind = transfer.sample(place(*live), 1)
@@ -278,7 +275,7 @@ def test_copies_that_follow_each_other_are_one_run(one: EmulatedCuda, monkeypatc
     transfer = engine.mark()
     before = one.copies
     pieces = place(*torch.split(whole, 50))
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     assert one.copies == before + 1
     transfer.finish()
     assert b"".join(content(slot, pieces)) == bits(whole)
@@ -290,16 +287,16 @@ def test_what_comes_late_belongs_to_the_boundary_of_its_job(one: EmulatedCuda) -
     slot = prepared(engine)
     first = engine.mark()
     pieces = place(live, late)
-    first.copy(pieces[:1], slot, no_pause)
+    first.copy(pieces[:1], slot, Pauses())
     first.guard()
     second = engine.mark()  # the next step has begun
-    first.copy(pieces[1:], slot, no_pause)
+    first.copy(pieces[1:], slot, Pauses())
     first.fence()
     first.finish()
     assert content(slot, pieces) == [bits(live), bits(late)]
     second.guard()  # nothing that the step changes is copied under this mark
     second.fence()
-    second.copy(pieces[1:], slot, no_pause)
+    second.copy(pieces[1:], slot, Pauses())
     second.finish()
 
 
@@ -308,10 +305,10 @@ def test_where_all_is_copied_as_the_step_begins_the_fence_has_nothing_to_wait_fo
     staged = one.tensor(torch.ones(30))
     pieces, slot = place(staged), new_slot()
     transfer = engines.mark()
-    transfer.copy((), slot, no_pause)
+    transfer.copy((), slot, Pauses())
     transfer.guard()
     transfer.fence()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     transfer.finish()
     assert content(slot, pieces) == [bits(staged)]
     engines.close()
@@ -325,17 +322,18 @@ def test_a_copy_that_was_not_queued_as_a_whole_before_the_fence_fails(one: Emula
     with pytest.raises(HoldfastError, match="may have changed"):
         transfer.finish()
     transfer = engine.mark()
-    transfer.copy(place(*state(one)), slot, no_pause)
+    transfer.copy(place(*state(one)), slot, Pauses())
     transfer.guard()
     transfer.fence()
     transfer.finish()
 
 
-def fence_from_training(transfer: Transfer) -> None:
+def fence_from_training(transfer: Transfer) -> bool:
     training = threading.Thread(target=transfer.fence)
     training.start()
     training.join(DEADLINE_S)
     assert not training.is_alive()
+    return True
 
 
 def test_others_get_their_turn_after_each_chunk(one: EmulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +347,9 @@ def test_others_get_their_turn_after_each_chunk(one: EmulatedCuda, monkeypatch: 
 
     monkeypatch.setattr(engine.runtime, "copy_parts", noted)
     transfer = engine.mark()
-    seen: list[int] = []
+    seen = Pauses()
     tensor = one.tensor(torch.zeros(RANGE + 100, dtype=torch.uint8))
-    transfer.copy(place(tensor, at=0), prepared(engine), seen.append)
+    transfer.copy(place(tensor, at=0), prepared(engine), seen)
     assert queued == [CHUNK] * (RANGE // CHUNK) + [100]
     assert set(seen) == {0}  # the copy is not paced
     transfer.finish()
@@ -363,11 +361,12 @@ def test_a_pause_that_raises_ends_the_copy_and_once_settled_leaves_the_slot_alon
     live = gpu.tensor(torch.full((RANGE,), 7, dtype=torch.uint8))
     left = 3
 
-    def pause(count: int) -> None:
+    def pause(count: int) -> bool:
         nonlocal left
         left -= 1
         if not left:
             raise HoldfastError("given up")
+        return True
 
     transfer = engine.mark()
     with pytest.raises(HoldfastError, match="given up"):
@@ -386,7 +385,7 @@ def test_what_is_copied_is_held_until_it_is_copied(gpu: EmulatedCuda) -> None:
     wanted = [bits(tensor) for tensor in live]
     pieces = place(*live)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     kept, sizes = content, [(piece.offset, piece.bytes) for piece in pieces]
     blocks = {gpu.memory.of(tensor) for tensor in live}
     engine.forget()
@@ -403,7 +402,7 @@ def test_tensors_elsewhere_are_refused_before_anything_is_queued(one: EmulatedCu
     engine = engine_on(one)
     transfer = engine.mark()
     with pytest.raises(ConfigError, match="meta"):
-        transfer.copy(place(one.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), no_pause)
+        transfer.copy(place(one.tensor(torch.zeros(3)), torch.zeros(3, device="meta")), new_slot(), Pauses())
     assert one.copies == 0
 
 
@@ -473,7 +472,7 @@ def test_what_changes_while_it_is_copied_is_named(gpu: EmulatedCuda) -> None:
     for changing in (None, 1):
         witness = Witness(engine, WatchedPieces(pieces), 3)
         transfer = engine.mark()
-        transfer.copy(pieces, slot, no_pause)
+        transfer.copy(pieces, slot, Pauses())
         if changing is not None:
             live[changing].data.fill_(2)
         witness.look(transfer)
@@ -496,7 +495,7 @@ def test_a_torn_copy_of_what_was_changed_back_is_named(one: EmulatedCuda) -> Non
     for tensor in live:
         tensor.data.fill_(2)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     transfer.finish()
     for tensor in live:
         tensor.data.fill_(1)
@@ -551,12 +550,12 @@ def test_several_devices_register_a_slot_once(monkeypatch: pytest.MonkeyPatch) -
         pieces = [place(gpu.tensor(torch.full((9,), float(i)), i), at=100 * i) for i in range(2)]
         transfers = [engine.mark() for engine in engines]
         for transfer, some in zip(transfers, pieces, strict=True):
-            transfer.copy(some, slot, no_pause)
+            transfer.copy(some, slot, Pauses())
         for transfer in transfers:
             transfer.finish()
         assert [content(slot, some) for some in pieces] == [[bits(some[0].tensor)] for some in pieces]
         with pytest.raises(ConfigError, match=r"on cuda:1, .* cuda:0"):
-            engines[0].mark().copy(pieces[1], slot, no_pause)
+            engines[0].mark().copy(pieces[1], slot, Pauses())
 
 
 def test_pages_that_somebody_else_has_registered_are_left_to_him(one: EmulatedCuda) -> None:
@@ -625,7 +624,7 @@ def test_a_slot_is_not_unregistered_while_something_is_under_way_to_it(one: Emul
     engine = engine_on(one)
     old = prepared(engine)
     transfer = engine.mark()
-    transfer.copy(place(*state(one)), old, no_pause)
+    transfer.copy(place(*state(one)), old, Pauses())
     del old
     copied(engine, one, prepared(engine))
     assert not [kind for kind, _ in one.log if kind == "unregister"]
@@ -641,7 +640,7 @@ def test_close_waits_unregisters_everything_and_may_be_called_again(one: Emulate
     slot = memoryview(mapping)
     del mapping
     engine.prepare([slot], turn)
-    engine.mark().copy(place(one.tensor(torch.ones(2000))), slot, no_pause)
+    engine.mark().copy(place(one.tensor(torch.ones(2000))), slot, Pauses())
     engine.close()
     assert bytes(slot[64:8064]) == bits(torch.ones(2000))
     assert one.registered == {}
@@ -663,7 +662,7 @@ def test_threads_of_ours_break_no_capture(one: EmulatedCuda) -> None:
 
     def copying() -> None:
         engine.enter_thread()
-        transfer.copy(place(live), slot, no_pause)
+        transfer.copy(place(live), slot, Pauses())
         transfer.finish()
 
     def reading() -> None:  # as the thread does in which ranks agree: it does nothing else with the device
@@ -700,7 +699,7 @@ def test_memory_that_is_released_while_it_is_copied_is_named(gpu: EmulatedCuda) 
     for released in (0, 1, None):
         live = [gpu.tensor(torch.ones(500)), gpu.tensor(torch.ones(20, 30)).t()]
         transfer = engine.mark()
-        transfer.copy(place(*live), slot, no_pause)
+        transfer.copy(place(*live), slot, Pauses())
         if released is None:
             transfer.finish()
             continue
@@ -752,7 +751,7 @@ def test_with_one_queue_no_kernel_waits_for_a_copy(one: EmulatedCuda, one_queue:
 
             patched.setattr(runtime, name, noted)
         transfer = engine.mark()
-        transfer.copy(place(*live), slot, no_pause)
+        transfer.copy(place(*live), slot, Pauses())
     kernels = [i for i, name in enumerate(queued) if name in ("copy", "separate")]
     waiting = [i for i in kernels if "copy_runs" in queued[:i] and queued[i - 1] != "wait"]
     assert bool(waiting) is not one_queue
@@ -790,7 +789,7 @@ def test_a_copy_of_many_chunks_is_queued_in_few_parts(one: EmulatedCuda, monkeyp
     monkeypatch.setattr(engine.runtime, "separate", lambda: parts.append(one.copies))
     slot, live = prepared(engine, new_slot(20 * PAGE)), one.tensor(torch.arange(16 * PAGE) % 251).to(torch.uint8)
     transfer = engine.mark()
-    transfer.copy(place(live), slot, no_pause)
+    transfer.copy(place(live), slot, Pauses())
     transfer.finish()
     assert len(parts) == 3
     assert content(slot, place(live)) == [bits(live)]
@@ -805,7 +804,7 @@ def test_an_error_of_the_device_surfaces_in_finish(gpu: EmulatedCuda) -> None:
     live = gpu.tensor(torch.zeros(2 * CHUNK, dtype=torch.uint8))
     gpu.fail_at = gpu.copies + 2
     transfer = engine.mark()
-    transfer.copy(place(live), slot, no_pause)
+    transfer.copy(place(live), slot, Pauses())
     transfer.guard()
     transfer.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
@@ -813,13 +812,13 @@ def test_an_error_of_the_device_surfaces_in_finish(gpu: EmulatedCuda) -> None:
     transfer = engine.mark()  # the device no longer answers, which the training thread learns elsewhere
     transfer.fence()
     with pytest.raises(HoldfastError, match="illegal memory access"):
-        transfer.copy(place(live), slot, no_pause)
+        transfer.copy(place(live), slot, Pauses())
 
 
 def test_a_fence_that_fails_makes_the_copy_fail(one: EmulatedCuda) -> None:
     engine = engine_on(one)
     transfer = engine.mark()
-    transfer.copy(place(*state(one)), prepared(engine), no_pause)
+    transfer.copy(place(*state(one)), prepared(engine), Pauses())
     transfer.guard()
     one.queues.fault = "out of memory"
     transfer.fence()
@@ -832,7 +831,7 @@ def test_a_device_that_is_stuck_is_noticed_and_its_pages_stay(one: EmulatedCuda)
     engine = engine_on(one)
     slot = prepared(engine)
     transfer = engine.mark()
-    transfer.copy(place(*state(one)), slot, no_pause)
+    transfer.copy(place(*state(one)), slot, Pauses())
     one.queues.stuck = True
     for wait in (transfer.settle, engine.close):
         with pytest.raises(DeadlineExceeded):
@@ -855,7 +854,7 @@ class Countdown:
 
 
 def test_waiting_has_a_deadline_from_when_the_device_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = object.__new__(TorchRuntime)  # made without a device
+    runtime = object.__new__(Runtime)  # made without a device
     runtime.device = torch.device("cuda:1")
     countdown = Countdown(3)
     runtime.wait(countdown)
@@ -870,7 +869,7 @@ def test_waiting_has_a_deadline_from_when_the_device_gets_there(monkeypatch: pyt
 
 def test_without_a_cuda_device_there_is_no_runtime() -> None:
     with pytest.raises(ConfigError, match="cpu"):
-        TorchRuntime(torch.device("cpu"))
+        Runtime(torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------- chunks

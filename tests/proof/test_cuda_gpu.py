@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from holdfast.snapshot.copy.cuda import CudaEngine
-from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.cuda_runtime import Runtime
 from holdfast.snapshot.copy.engines import SlotTensor
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import DTYPES, octets
 from holdfast.snapshot.step.capture import Staging
+from tests.unit.test_engines import Pauses
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,14 +27,14 @@ pytestmark = [
 STEPS = 4
 
 
-class Refusing(TorchRuntime):
+class Refusing(Runtime):
     """CUDA that refuses to register memory."""
 
     def register(self, address: int, count: int) -> int:
         return 2
 
 
-@pytest.fixture(params=[TorchRuntime, Refusing], ids=["registered", "ring"])
+@pytest.fixture(params=[Runtime, Refusing], ids=["registered", "ring"])
 def engine(request: pytest.FixtureRequest) -> Iterator[CudaEngine]:
     made = CudaEngine(request.param(torch.device("cuda", 0)), Pages())
     yield made
@@ -78,10 +79,6 @@ def in_slot(slot: memoryview, piece: SlotTensor) -> torch.Tensor:
     return torch.frombuffer(slot, dtype=torch.uint8)[piece.offset : piece.offset + piece.bytes]
 
 
-def no_pause(count: int) -> bool:
-    return True
-
-
 def test_each_snapshot_is_the_state_of_its_boundary(engine: CudaEngine) -> None:
     live = state()
     pieces = placed(live)
@@ -94,7 +91,7 @@ def test_each_snapshot_is_the_state_of_its_boundary(engine: CudaEngine) -> None:
             tensor.mul_(0.75).add_(busy[0, 0].nan_to_num() * 0 + step)
         transfer = engine.mark()
         wanted = [tensor.clone() for tensor in live]
-        transfer.copy(pieces, slot, no_pause)
+        transfer.copy(pieces, slot, Pauses())
         transfer.guard()
         transfer.fence()
         for tensor in live:
@@ -112,7 +109,7 @@ def test_a_load_gives_back_every_bit_behind_what_is_queued(engine: CudaEngine) -
     slot = new_slot(pieces)
     engine.prepare([slot], nullcontext)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     transfer.finish()
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
@@ -130,7 +127,7 @@ def test_memory_of_a_source_is_not_handed_out_while_it_is_copied(engine: CudaEng
     slot = new_slot(pieces)
     engine.prepare([slot], nullcontext)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     engine.forget()
     pieces.clear()  # what was given is held all the same
     del live
@@ -148,7 +145,7 @@ def test_tensors_that_fill_their_allocations_are_copied_and_loaded(engine: CudaE
     slot = new_slot(list(pieces))
     engine.prepare([slot], nullcontext)
     transfer = engine.mark()
-    transfer.copy(pieces, slot, no_pause)
+    transfer.copy(pieces, slot, Pauses())
     transfer.finish()
     for piece, value in zip(pieces, wanted, strict=True):
         assert torch.equal(in_slot(slot, piece), value)
@@ -166,13 +163,13 @@ def test_tensors_of_every_type_are_staged_packed_and_copied(engine: CudaEngine, 
     engine.prepare([slot], nullcontext)
     staged = Staging().take(pieces)
     transfer = engine.mark()
-    transfer.copy(staged, slot, no_pause)
+    transfer.copy(staged, slot, Pauses())
     transfer.finish()
     for piece in pieces:
         assert torch.equal(in_slot(slot, piece), octets(piece.tensor.cpu().contiguous()))
 
 
 def test_a_refused_registration_leaves_no_error_behind() -> None:
-    runtime = TorchRuntime(torch.device("cuda", 0))
+    runtime = Runtime(torch.device("cuda", 0))
     assert runtime.register(0, mmap.PAGESIZE) != 0
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -25,7 +25,7 @@ from holdfast.smp_daemon.shared.records import Unit, digest
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy import cuda_driver, cuda_runtime, pages, runs
 from holdfast.snapshot.copy.cuda import BEING_TRANSFERRED, CudaEngine
-from holdfast.snapshot.copy.cuda_runtime import TorchRuntime
+from holdfast.snapshot.copy.cuda_runtime import Runtime
 from holdfast.snapshot.copy.engines import SlotTensor, address_of, load_threads
 from holdfast.snapshot.copy.pages import Pages
 from holdfast.snapshot.copy.tensors import DTYPES, octets
@@ -82,7 +82,7 @@ def driver_of(gpu: EmulatedCuda) -> Driver:
 
 def engine_on(gpu: EmulatedCuda) -> CudaEngine:
     gpu.tensor(torch.ones(1))
-    return CudaEngine(TorchRuntime(torch.device("cuda", 0)), Pages())
+    return CudaEngine(Runtime(torch.device("cuda", 0)), Pages())
 
 
 def copied(engine: CudaEngine, *tensors: torch.Tensor) -> list[bool]:
@@ -172,7 +172,7 @@ def test_what_is_broken_on_purpose_is_found_by_its_own_sign(arena: Path, name: s
 
 
 def test_without_a_context_the_driver_refuses_and_a_thread_that_has_entered_has_one(gpu: EmulatedCuda) -> None:
-    runtime = TorchRuntime(torch.device("cuda", 0))
+    runtime = Runtime(torch.device("cuda", 0))
     source, target = gpu.tensor(torch.arange(8.0)), gpu.empty((8,), None, torch.float32)
     stream = runtime.own_stream("copies")
     table = runs.make_runs([(source.data_ptr(), target.data_ptr(), 32)])
@@ -215,7 +215,7 @@ def test_an_engine_is_the_first_thing_that_a_thread_makes_on_a_device(gpu: Emula
         said.append("alike" if torch.equal(source, target) else "not alike")
 
     def first() -> None:
-        made.append(CudaEngine(TorchRuntime(torch.device("cuda", 0)), Pages()))
+        made.append(CudaEngine(Runtime(torch.device("cuda", 0)), Pages()))
 
     made: list[CudaEngine] = []
     for each in (first, work):
@@ -285,7 +285,7 @@ def test_no_slot_is_unregistered_while_any_device_may_write_to_it(monkeypatch: p
 def test_work_on_a_stream_of_another_device_is_refused() -> None:
     with EmulatedCuda(driver=Driver(SEED, devices=2)).installed() as gpu:
         source, target = gpu.tensor(torch.ones(9), 1), gpu.empty((9,), None, torch.float32, 1)
-        stream = TorchRuntime(torch.device("cuda", 1)).own_stream("copies")
+        stream = Runtime(torch.device("cuda", 1)).own_stream("copies")
         table = runs.make_runs([(source.data_ptr(), target.data_ptr(), 36)])
         with pytest.raises(RuntimeError, match="resource handle"):
             cuda_driver.queue_copies([table], stream.cuda_stream)  # type: ignore[attr-defined]
@@ -319,7 +319,7 @@ def test_tensors_of_every_type_are_copied_packed_and_staged(gpu: EmulatedCuda, d
 @pytest.mark.parametrize("own", [True, False], ids=["own stream", "default stream"])
 def test_copies_are_queued_in_one_batch_or_one_by_one(gpu: EmulatedCuda, own: bool) -> None:
     """CUDA batches nothing on its default stream."""
-    runtime = TorchRuntime(torch.device("cuda", 0))
+    runtime = Runtime(torch.device("cuda", 0))
     sources = [gpu.tensor(torch.arange(n)) for n in (1, 9, 300)]
     targets = [runtime.pinned(tensor.nbytes) for tensor in sources]
     table = runs.make_runs([(s.data_ptr(), t.data_ptr(), s.nbytes) for s, t in zip(sources, targets, strict=True)])
@@ -415,7 +415,7 @@ def test_gradients_that_are_kept_are_not_looked_at_within_a_capture(
 
 
 def test_a_refused_registration_and_one_that_others_made(gpu: EmulatedCuda) -> None:
-    runtime = TorchRuntime(torch.device("cuda", 0))
+    runtime = Runtime(torch.device("cuda", 0))
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     address = address_of(memoryview(memory))
     assert runtime.register(address, mmap.PAGESIZE) == 0

@@ -197,7 +197,7 @@ def whole_slot(
     slot = memoryview(bytearray(form.total_bytes))
     live = {item.name: item.tensor for item in manifest.items}
     pieces = place_tensors(form, {**live, **early.tensors, **late.tensors}.items())
-    CpuEngine().copy(pieces, slot, lambda count: None)
+    CpuEngine().copy(pieces, slot, lambda count: True)
     write_record(form, slot, record)
     return form, slot
 

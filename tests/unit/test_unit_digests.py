@@ -14,6 +14,7 @@ from holdfast.smp_daemon.shared import records
 from holdfast.snapshot.copy import engines, runs, unit_digests
 from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor
 from holdfast.snapshot.copy.unit_digests import UnitDigests
+from tests.unit.test_engines import Pauses
 
 
 def pieces_of(lengths: Sequence[int], gaps: Sequence[int]) -> tuple[tuple[SlotTensor, ...], int]:
@@ -25,10 +26,6 @@ def pieces_of(lengths: Sequence[int], gaps: Sequence[int]) -> tuple[tuple[SlotTe
         found.append(SlotTensor(tensor, at + gap, length, f"t{number}"))
         at += gap + length
     return tuple(found), at + 1
-
-
-def no_pause(_: int) -> None:
-    """Nothing paces the copy."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +46,7 @@ def test_digests_are_those_of_the_slot(rows: list[tuple[int, int]], unit_bytes: 
     slot = memoryview(bytearray(b"\xa5" * length))
     digests = UnitDigests(length, unit_bytes)
 
-    CpuEngine().copy(tuple(mixed), slot, no_pause, digests)
+    CpuEngine().copy(tuple(mixed), slot, Pauses(), digests)
 
     for piece in pieces:
         assert bytes(slot[piece.offset : piece.offset + piece.bytes]) == piece.tensor.numpy().tobytes()
@@ -62,7 +59,7 @@ def test_pieces_around_the_size_of_the_fused_loop(length: int, shift: int) -> No
     pieces, total = pieces_of([length, length, length], [shift, 0, 0])
     slot = memoryview(bytearray(total))
     digests = UnitDigests(total, 4096)
-    CpuEngine().copy(pieces, slot, no_pause, digests)
+    CpuEngine().copy(pieces, slot, Pauses(), digests)
     assert digests.complete(slot) == records.digest_units(slot, 4096)
 
 
@@ -77,7 +74,7 @@ def test_only_units_that_hold_something_else_are_read_again(monkeypatch: pytest.
     monkeypatch.setattr(unit_digests, "digest", digest)
     slot = memoryview(bytearray(total))
     digests = UnitDigests(total, 1 << 16)
-    CpuEngine().copy(pieces, slot, no_pause, digests)
+    CpuEngine().copy(pieces, slot, Pauses(), digests)
     assert digests.complete(slot) == records.digest_units(slot, 1 << 16)
     assert len(read) == 2  # the first has the gap, the last is not full
 
@@ -87,8 +84,8 @@ def test_batches_end_with_units_and_stay_below_their_limit(monkeypatch: pytest.M
     pieces, total = pieces_of([2600, 900], [0, 0])
     slot = memoryview(bytearray(total))
     digests = UnitDigests(total, 300)
-    paused: list[int] = []
-    CpuEngine().copy(pieces, slot, paused.append, digests)
+    paused = Pauses()
+    CpuEngine().copy(pieces, slot, paused, digests)
     assert max(paused) <= 1000
     assert sum(paused) == 3500
     assert digests.complete(slot) == records.digest_units(slot, 300)
@@ -99,7 +96,7 @@ def test_a_table_is_made_once_for_pieces_and_unit_length() -> None:
     engine, slot = CpuEngine(), memoryview(bytearray(total))
     for unit_bytes in (300, 450, 300):
         digests = UnitDigests(total, unit_bytes)
-        engine.copy(pieces, slot, no_pause, digests)
+        engine.copy(pieces, slot, Pauses(), digests)
         assert digests.complete(slot) == records.digest_units(slot, unit_bytes)
     assert len(engine._tables) == 2 < engines.TABLES
 
@@ -109,6 +106,6 @@ def test_a_piece_that_is_not_plain_is_digested_from_the_slot() -> None:
     piece = SlotTensor(tensor, 0, 64, "transposed")
     slot = memoryview(bytearray(64))
     digests = UnitDigests(64, 16)
-    CpuEngine().copy((piece,), slot, no_pause, digests)
+    CpuEngine().copy((piece,), slot, Pauses(), digests)
     assert bytes(slot) == tensor.contiguous().numpy().tobytes()
     assert digests.complete(slot) == records.digest_units(slot, 16)

@@ -17,7 +17,7 @@ from holdfast.snapshot.copy.engines import SAMPLE_BYTES, CpuEngine, Sample, Slot
 from holdfast.snapshot.copy.tensors import DTYPES
 from holdfast.snapshot.copy.witness import StateChanged, WatchedPieces, Witness
 from tests.deadlines import DEADLINE_S
-from tests.unit.test_engines import BEFORE, Counting, slot_for, strided, transposed, unpaced
+from tests.unit.test_engines import BEFORE, Counting, Pauses, slot_for, strided, transposed
 from tests.unit.test_tensors import random_bits
 
 PERIODS = 3
@@ -39,7 +39,7 @@ class Copying:
         self._looked = False
 
     def copy(self, which: slice = slice(None)) -> None:
-        self.engine.copy(self.pieces[which], self.slot, unpaced)
+        self.engine.copy(self.pieces[which], self.slot, Pauses())
 
     def look(self) -> None:
         """Let the witness look, as once the copy has read everything."""

@@ -1,6 +1,6 @@
 """A device behind a driver of our own, `libcuda.c`: streams, events and captures as threads meet them on a real one.
 
-It does its work in a thread, after delays that a seed draws, so holdfast's own `TorchRuntime` and `cuda_driver` run on
+It does its work in a thread, after delays that a seed draws, so holdfast's own `Runtime` and `cuda_driver` run on
 it, through ctypes. What torch would call is called here.
 """
 

@@ -522,8 +522,9 @@ def _of_the_forward(outcome: SeamOutcome) -> bool:
 
 
 def _unheard(outcome: SeamOutcome) -> bool:
-    """No snapshot was taken once the optimizer's step came from a graph."""
-    return len(outcome.taken) > 0 and max(outcome.taken) <= CAPTURED
+    """No snapshot was taken once the optimizer's step came from a graph. The capture itself is heard, as a step; so the
+    step behind it may still be snapshotted, if a slot was not free a step earlier."""
+    return len(outcome.taken) > 0 and max(outcome.taken) <= CAPTURED + 1
 
 
 FAULTS = {

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.system import System
 from holdfast.snapshot.copy.cuda import CudaEngine
-from holdfast.snapshot.copy.cuda_runtime import _own_stream
+from holdfast.snapshot.copy.cuda_runtime import Runtime, _own_stream
 from holdfast.snapshot.copy.devices import DeviceEngines, engine_of
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.pages import Pages
@@ -345,8 +345,8 @@ class EmulatedCuda:
         )
 
 
-class EmulatedRuntime:
-    """A `snapshot.copy.cuda_runtime.Runtime` for one emulated device."""
+class EmulatedRuntime(Runtime):
+    """What one emulated device does in place of CUDA."""
 
     def __init__(self, standin: EmulatedCuda, number: int = 0) -> None:
         self.device = torch.device("cuda", number)

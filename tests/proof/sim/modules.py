@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.snapshot.copy.engines import CpuEngine, SlotTensor, Transfer
+from holdfast.snapshot.copy.engines import CpuEngine, Pause, SlotTensor, Transfer
 from holdfast.snapshot.copy.unit_digests import UnitDigests
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
@@ -528,7 +528,7 @@ class SteppingEngine(CpuEngine):
         self,
         pieces: Sequence[SlotTensor],
         slot: memoryview,
-        pause: Callable[[int], bool | None],
+        pause: Pause,
         digests: UnitDigests | None = None,
     ) -> None:
         half = len(pieces) // 2
