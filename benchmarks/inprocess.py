@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -33,12 +32,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import survive
+from holdfast.leftovers import find_arenas, remove
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 
 VICTIM, KILL_AT, STEPS = 1, 4, 6
@@ -232,20 +232,15 @@ def free_port() -> int:
 
 def measure(way: str, ranks: int, mb: int) -> dict[str, float]:
     """Seconds from the kill until the first rank has detected it, and the last has reached the others of `MOMENTS`."""
-    folder = Path(f"/dev/shm/holdfast-bench-{os.getpid()}")
-    folder.mkdir(mode=0o700)
     part, run = WAYS[way]
-    try:
-        run(Job(part, str(folder), ranks, mb, free_port()))
-        return since_kill([read(folder / f"{rank}.json") for rank in range(ranks)])
-    finally:
-        for node in folder.glob("node*"):
-            owner = read_owner(node / "bench")
-            if owner is not None and psutil.pid_exists(owner.pid):
-                smp = psutil.Process(owner.pid)
-                smp.kill()
-                smp.wait(10)
-        shutil.rmtree(folder)
+    with Scratch("bench") as scratch:
+        folder = scratch.path
+        try:
+            run(Job(part, str(folder), ranks, mb, free_port()))
+            return since_kill([read(folder / f"{rank}.json") for rank in range(ranks)])
+        finally:
+            for found in (found for node in folder.glob("node*") for found in find_arenas(node)):
+                remove(found)
 
 
 def read(path: Path) -> list[Event]:

@@ -213,7 +213,6 @@ def steps_of(layers: int, seconds: float, every: str) -> list[str]:
         shard = sum(p.numel() for p in model.parameters()) * 12
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    ratio = median(busy) / median(quiet) if busy and quiet else float("nan")
     stored = counters["bytes_persisted"] / max(1, counters["snapshots_persisted"])
     return [
         f"A model of {layers} layers, {shard / 1e6:.0f} MB of fp32 weights and Adam moments, one trainer with one "
@@ -222,16 +221,20 @@ def steps_of(layers: int, seconds: float, every: str) -> list[str]:
         "",
         "| steps | median, ms | 90th percentile, ms | × quiet |",
         "|---|---|---|---|",
-        f"| quiet: {len(quiet)} | {median(quiet) * 1e3:.1f} | {high(quiet) * 1e3:.1f} | 1.00 |",
-        f"| while one was persisted: {len(busy)} | {median(busy) * 1e3:.1f} | {high(busy) * 1e3:.1f} | {ratio:.2f} |",
+        steps_row("quiet", quiet, quiet),
+        steps_row("while one was persisted", busy, quiet),
         "",
         f"{counters['snapshots_persisted']} snapshots persisted, {stored / 1e6:.0f} MB each; {statistics.taken} "
         f"snapshots in memory, {statistics.skipped} steps without a free slot, {statistics.failed} failed.",
     ]
 
 
-def high(times: list[float]) -> float:
-    return float(np.percentile(times, 90))
+def steps_row(what: str, times: list[float], quiet: list[float]) -> str:
+    """A row of the table. A short run on a busy machine may have none of these steps."""
+    if not times:
+        return f"| {what}: 0 | – | – | – |"
+    ratio = f"{median(times) / median(quiet):.2f}" if quiet else "–"
+    return f"| {what}: {len(times)} | {median(times) * 1e3:.1f} | {np.percentile(times, 90) * 1e3:.1f} | {ratio} |"
 
 
 if __name__ == "__main__":

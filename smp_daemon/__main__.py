@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice, ta
 from holdfast.smp_daemon.shared.processes import open_standard_streams
 
 if TYPE_CHECKING:
-    from holdfast.smp_daemon.node.core import Settings
     from holdfast.smp_daemon.service import Smp
 
 log = get_log("holdfast.smp_daemon")
@@ -67,7 +66,6 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             log.info("the certificate is valid until %s", check_certificates(credentials.tls))
         spares = settings.SPARES.value(environment)
         grace_s = settings.GRACE.value(environment)
-        own = settings_of(environment)
         smp = Smp(
             arguments.job,
             arguments.node,
@@ -75,7 +73,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             settings.HOST.text(environment),
             arguments.port,
             arguments.bulk_port,
-            own,
+            environment,
             access,
         )
         log_to(
@@ -98,34 +96,12 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     ended_by: list[int] = []
     leave_on_signals(lambda: smp.drainer.run(grace_s, spares, wait=True), smp.stop, grace_s, ended_by.append)
     _say(out, {"ready": asdict(smp.owner)})
-    sweep(arguments.arena.parent, zero=own.zero)
+    sweep(arguments.arena.parent, zero=settings.ZERO.value(environment))
     watch(smp, arguments.owner_pid)
     if web is not None:
         web.close()
     smp.close()
     return 128 + signal.SIGINT if signal.SIGINT in ended_by else 0
-
-
-def settings_of(environment: Mapping[str, str]) -> Settings:
-    """The settings of an SMP in an environment. Raises `ConfigError`, which names the setting."""
-    from holdfast.smp_daemon.node.core import Settings
-    from holdfast.smp_daemon.persist.persister import options_of
-
-    return Settings(
-        backend=settings.BACKEND.value(environment),
-        bandwidth=settings.BANDWIDTH.value(environment),
-        links=settings.LINKS.value(environment),
-        scrub=settings.SCRUB.value(environment),
-        regroup_after_s=settings.REGROUP_AFTER.value(environment),
-        rebuild=settings.REBUILD.value(environment),
-        memory=settings.MEMORY.value(environment),
-        zero=settings.ZERO.value(environment),
-        deadlines=settings.DEADLINES.value(environment),
-        on_hang=settings.ON_HANG.value(environment),
-        priority=settings.PRIORITY.value(environment),
-        persist=options_of(environment),
-        texts={each.variable: each.text(environment) for each in settings.OF_AN_SMP},
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,7 +187,7 @@ _LET_IN = {
 def _log_start(smp: Smp, hosts: Sequence[str]) -> None:
     from holdfast.ec import describe_auto
 
-    name, reason = describe_auto() if smp.settings.backend == "auto" else (smp.settings.backend, "")
+    name, reason = describe_auto() if smp.store.backend == "auto" else (smp.store.backend, "")
     if reason:
         log.warning("parity is computed by %s, slowly: %s", name, reason, extra=about(backend=name))
     else:

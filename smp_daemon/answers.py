@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import msgspec
@@ -32,11 +33,13 @@ from holdfast.smp_daemon.shared.errors import (
     ProtocolError,
     StaleEpoch,
 )
+from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, MAX_COUNT, MAX_MESSAGE_BYTES
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.plain import from_plain, to_plain
+from holdfast.smp_daemon.shared.plain import from_plain, reader, to_plain
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import ParityRecord, digest
+from holdfast.smp_daemon.shared.settings import OF_AN_SMP, PRIORITY, REBUILD
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, TrainerEnd
 from holdfast.smp_daemon.shared.transport import Message, Outbound, SocketStream
 from holdfast.smp_daemon.shared.uids import peer_of
@@ -69,29 +72,6 @@ class TrainerConversation:
         self._hang_up: Callable[[], None] | None = None
         self._lender: Fetcher | None = None
         self._lent: memoryview | None = None
-        self._handlers: dict[type[messages.Request], Callable[[Any], object]] = {
-            messages.Hello: self._hello,
-            messages.AskInventory: lambda request: smp.inventory().to_plain(),
-            messages.AskInventories: self._inventories,
-            messages.Join: self._join,
-            messages.Configure: self._configure,
-            messages.AskSlots: lambda request: messages.SlotFiles(slots=smp.store.slots(request.epoch, request.coord)),
-            messages.Seal: self._seal,
-            messages.Recover: self._recover,
-            messages.Lend: self._lend,
-            messages.AskUnit: self._unit,
-            messages.RepairParity: self._repair_parity,
-            messages.Persist: lambda request: messages.Accepted(accepted=smp.persister.order(request.snapshot)),
-            messages.AskPersisted: lambda request: smp.persister.look(),
-            messages.AskPersistedLayout: lambda request: smp.persister.layout_of(request.run, request.snapshot),
-            messages.AskCounters: lambda request: smp.store.counters.read(),
-            messages.Scrub: lambda request: scrub(self._store, lambda count: None),
-            messages.Say: self._say,
-            messages.Ended: self._ended,
-            messages.Leave: lambda request: smp.drainer.hand_over(request.deadline_s),
-            messages.Finish: self._finish,
-            messages.Stop: self._stop,
-        }
 
     def answer(self, message: Message, payload: int, stream: SocketStream) -> tuple[Message, memoryview | None]:
         if payload:
@@ -100,11 +80,11 @@ class TrainerConversation:
         if self._hang_up is None:
             self._hang_up = stream.close
             self._smp.watchdog.connected(self._pid, self._hang_up)
-        request: messages.TrainerRequest = messages.read_trainer_request(message)
+        request: messages.Request = read_trainer_request(message)
         if isinstance(request, messages.InEpoch) and request.epoch is not None:
             self._store.state.check_epoch(request.epoch)
         self._lent = None
-        return to_plain(self._handlers[type(request)](request)) or {}, self._lent
+        return to_plain(TRAINER_ANSWERS[type(request)](self, request)) or {}, self._lent
 
     def ended(self) -> None:
         if self._hang_up is not None:
@@ -131,8 +111,9 @@ class TrainerConversation:
             self._coord = request.coord
             row = self._smp.watchdog.attend(self._pid, self._coord, self._hang_up)
         pid = self._smp.system.getpid()
+        texts = {each.variable: each.text(self._smp.environment) for each in OF_AN_SMP}
         return messages.Greeted(
-            node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE, settings=self._smp.settings.texts
+            node=self._store.node, pid=pid, row=row, speaks=spoken(), release=RELEASE, settings=texts
         )
 
     def _check_room(self) -> None:
@@ -177,11 +158,11 @@ class TrainerConversation:
 
     def _recover(self, request: messages.Recover) -> messages.Recovered:
         sources, coord = request.sources, request.coord
-        self._store.note_restored(sources.snapshot)
+        self._store.outcomes.note_restored(sources.snapshot)
         if sources.persisted:
             recovered = self._smp.persister.recover(sources.snapshot, sources.layout, coord, request.check)
         else:
-            recovered = recover(self._store, sources, coord, self._smp.settings.rebuild, request.check)
+            recovered = recover(self._store, sources, coord, REBUILD.value(self._smp.environment), request.check)
         self._smp.recoveries.restored(
             self._store.state.epoch, sources.snapshot, coord, recovered.how, recovered.bytes_fetched
         )
@@ -199,10 +180,10 @@ class TrainerConversation:
             raise ConfigError(f"{sources.snapshot} is persisted: units are lent from memory only")
         if self._lender is not None:
             self._lender.close()
-        self._store.note_restored(sources.snapshot)
+        self._store.outcomes.note_restored(sources.snapshot)
         # This node may hold no part of the snapshot. If the next start has ranks on this node only, this layout tells
         # them where the other nodes are.
-        self._store.keep_layout(sources.layout)
+        self._store.state.keep_layout(sources.layout)
         self._lender = fetcher_of(self._store, sources, by_chain=False)
 
     def _unit(self, request: messages.AskUnit) -> messages.LentUnit:
@@ -260,7 +241,37 @@ class TrainerConversation:
 
     def _finish(self, request: messages.Finish) -> None:
         self._store.state.check_epoch(request.epoch)
-        self._smp.finish()
+        failpoint("finish.told")
+        self._smp.stop(remove=True)
+
+
+TRAINER_ANSWERS: Mapping[type[messages.Request], Callable[[TrainerConversation, Any], object]] = {
+    messages.Hello: TrainerConversation._hello,
+    messages.AskInventory: lambda here, request: here._smp.inventory().to_plain(),
+    messages.AskInventories: TrainerConversation._inventories,
+    messages.Join: TrainerConversation._join,
+    messages.Configure: TrainerConversation._configure,
+    messages.AskSlots: lambda here, request: messages.SlotFiles(slots=here._store.slots(request.epoch, request.coord)),
+    messages.Seal: TrainerConversation._seal,
+    messages.Recover: TrainerConversation._recover,
+    messages.Lend: TrainerConversation._lend,
+    messages.AskUnit: TrainerConversation._unit,
+    messages.RepairParity: TrainerConversation._repair_parity,
+    messages.Persist: lambda here, request: messages.Accepted(accepted=here._smp.persister.order(request.snapshot)),
+    messages.AskPersisted: lambda here, request: here._smp.persister.look(),
+    messages.AskPersistedLayout: lambda here, request: here._smp.persister.layout_of(request.run, request.snapshot),
+    messages.AskCounters: lambda here, request: here._store.counters.read(),
+    messages.Scrub: lambda here, request: scrub(here._store, lambda count: None),
+    messages.Say: TrainerConversation._say,
+    messages.Ended: TrainerConversation._ended,
+    messages.Leave: lambda here, request: here._smp.drainer.hand_over(request.deadline_s),
+    messages.Finish: TrainerConversation._finish,
+    messages.Stop: TrainerConversation._stop,
+}
+"""All that a trainer may ask, and how it is answered."""
+
+TrainerRequest: Any = reduce(or_, TRAINER_ANSWERS)
+read_trainer_request = reader(TrainerRequest, messages.ANSWERED)
 
 
 def checked_peer(sock: socket.socket) -> int:
@@ -327,7 +338,7 @@ class PeerConversation:
         if isinstance(request, messages.Accumulate):
             if not self._accumulates:
                 self._accumulates = True  # for good: connections that accumulate carry nothing else
-                make_background(self._smp.settings.priority)
+                make_background(PRIORITY.value(self._smp.environment))
             return self._accumulate(request, payload, stream), None
         messages.check_request(request, self._store.job)
         match request:
@@ -421,7 +432,7 @@ class PeerConversation:
         else:
             np.frombuffer(total, np.uint8)[:] = 0
         count = min(length, unit.nbytes)
-        choose_codec(1, 1, self._smp.settings.backend).add_scaled(own.factor, unit[:count], total[:count])
+        choose_codec(1, 1, self._store.backend).add_scaled(own.factor, unit[:count], total[:count])
         self._store.counters.add(bytes_sent=length)
         return messages.SumReply(digest=digest(total), expected=expected, waits=waits), total
 

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 from holdfast.smp_daemon.answers import PeerConversation, TrainerConversation, answer_control, checked_peer
 from holdfast.smp_daemon.net.gate import Gate
 from holdfast.smp_daemon.net.peers import PeerServer
-from holdfast.smp_daemon.node.core import Core, Settings
+from holdfast.smp_daemon.node.core import Core
 from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
@@ -230,7 +230,7 @@ class Smp(Core):
         host: str,
         port: int = 0,
         bulk_port: int = 0,
-        settings: Settings | None = None,
+        environment: Mapping[str, str] | None = None,
         access: str = "loopback",
         system: System = MACHINE,
     ) -> None:
@@ -241,18 +241,19 @@ class Smp(Core):
         Args:
             host: one or several addresses, see `addresses.parse_hosts`. Raw bytes are served on all of them, control
                 on the first.
+            environment: the variables with the settings; None: this process's.
             system: the machine.
             access: how peers are authenticated, for display; see `smp_daemon.shared.credentials.access_of`.
 
         Raises:
             ConfigError: the arena or a port is in use, an address is not available, or the name cannot be a node's.
-            ConfigError: the arena belongs to another job or node.
+            ConfigError: the arena belongs to another job or node, or a setting is wrong.
         """
         checked(node, "the name of a node")
         host, *others = parse_hosts(host)
         check_own((host, *others), system)
         try:
-            super().__init__(job, node, arena, settings or Settings(), 1 + len(others), access, system)
+            super().__init__(job, node, arena, environment, 1 + len(others), access, system)
             self._open(host, others, port, bulk_port)
         except BaseException:
             if hasattr(self, "arena"):  # else it is not this SMP's
@@ -381,9 +382,8 @@ def watch(smp: Smp, owner_pid: int | None) -> None:
 def _finish_after(smp: Smp, owner_pid: int) -> None:
     try:
         owner = os.pidfd_open(owner_pid)
+        while not await_end(owner, OWNER_LOOK_S):
+            pass
     except ProcessLookupError:
-        smp.finish()
-        return
-    while not await_end(owner, OWNER_LOOK_S):
-        pass
-    smp.finish()
+        pass  # it has ended before
+    smp.stop(remove=True)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from holdfast.chaos.launcher import Launcher
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from tests.sampling import register_profiles
 from tests.smp_kit import Ground, kill_smps, launch_by_fork, playground
@@ -120,9 +118,8 @@ def launcher() -> Iterator[Launcher]:
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """An empty directory on shared memory."""
-    path = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
+    with Scratch("test") as scratch:
+        yield scratch.path
 
 
 @pytest.fixture
@@ -137,20 +134,16 @@ def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
         yield made
 
 
-_arenas = count()
-"""Each test has its own arena: a process counts the trainings that it has finished in each."""
-
-
 @pytest.fixture
 def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The arena base for a job of this process; whatever is left in it is removed at the end."""
-    base = Path(f"/dev/shm/holdfast-test-{os.getpid()}-{next(_arenas)}")
-    monkeypatch.setenv(ARENA_ENV, str(base))
-    monkeypatch.setenv("HOLDFAST_JOB", "test")
-    monkeypatch.setattr("holdfast.smp_daemon.shared.spawn.launch", launch_by_fork)
-    yield base
-    kill_smps(base)
-    shutil.rmtree(base, ignore_errors=True)
+    """The arena base for a job of this process; whatever is left in it is removed at the end. Each test has its own: a
+    process counts the trainings that it has finished in each."""
+    with Scratch("test") as scratch:
+        monkeypatch.setenv(ARENA_ENV, str(scratch.path))
+        monkeypatch.setenv("HOLDFAST_JOB", "test")
+        monkeypatch.setattr("holdfast.smp_daemon.shared.spawn.launch", launch_by_fork)
+        yield scratch.path
+        kill_smps(scratch.path)
 
 
 @pytest.fixture

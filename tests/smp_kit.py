@@ -30,6 +30,7 @@ from typing import IO, Any
 import psutil
 import pytest
 
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
@@ -57,11 +58,18 @@ PROTECTED = SnapshotOutcome.PROTECTED
 QUIET = {"HOLDFAST_SCRUB": "0", "HOLDFAST_REGROUP_AFTER": "0", "HOLDFAST_REJOIN": "0"}
 """Settings that disable what SMPs do by themselves after some time; tests start it explicitly."""
 
+IN_THREADS = {"HOLDFAST_PRIORITY": "normal", "HOLDFAST_LINKS": "1"}
+"""Settings of an SMP in threads of a test's own process."""
+
 Rules = Sequence[tuple[str, int | None]]
 
 
 class LeftBehind(AssertionError):
     """Something that a test started has outlived the test, or an SMP ran into a bug."""
+
+
+class Crash(Exception):
+    """Ends a job where a test raises it."""
 
 
 def suspend(pid: int) -> None:
@@ -275,7 +283,8 @@ class Ground:
         self.zygote = None if own_python else shared_zygote()
         """The process that SMPs are forked from; None if each is a new Python."""
         self._grace_s = grace_s
-        self.base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+        self._scratch = Scratch("test").__enter__()
+        self.base = self._scratch.path
         self.points = Points(self.base / "points")
         self.on_end = ExitStack()
         self._network = "127." + ".".join(str(random.SystemRandom().randint(16, 250)) for _ in range(2))
@@ -342,6 +351,7 @@ class Ground:
         problems = [bug for smp in self._smps if (bug := smp.bugs())]
         problems += [f"process {p.pid} was left: {end(p)}" for p in processes_left(self.base, self._grace_s)]
         shutil.rmtree(self.base)
+        self._scratch.remove()
         if problems:
             raise LeftBehind("\n".join(problems))
 
@@ -672,6 +682,30 @@ def run_on(
     places = [(smp, elements) for smp, row in zip(smps, sizes, strict=True) for elements in row]
     trainers = [Trainer(smp, f"dp{rank}", elements, identity.id) for rank, (smp, elements) in enumerate(places)]
     return Run(trainers, job=smps[0].job, identity=identity, **options).start(epoch)
+
+
+class DetachedSmp(SmpProcess):
+    """An SMP that is not our child, to run trainers on."""
+
+    def __init__(self, ground: Ground, arena: Path) -> None:
+        super().__init__(ground, "node0", "", JOB)
+        self.arena = arena
+
+
+@contextmanager
+def stopped(*smps: SmpProcess) -> Iterator[Callable[[], None]]:
+    """Stop these SMPs during the block, or until the function that it gets is called."""
+
+    def go_on() -> None:
+        for smp in smps:
+            smp.process.send_signal(signal.SIGCONT)
+
+    for smp in smps:
+        suspend(smp.process.pid)
+    try:
+        yield go_on
+    finally:
+        go_on()
 
 
 # ---------------------------------------------------------------------- doubles

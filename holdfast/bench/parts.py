@@ -155,7 +155,8 @@ def _together(pool: ThreadPoolExecutor, works: Sequence[Callable[[], object]]) -
         barrier.wait(DEADLINE_S)
         began, used = time.perf_counter(), time.thread_time()
         work()
-        return began, time.perf_counter(), time.thread_time() - used
+        used = time.thread_time() - used  # before the wall time, which must be the longer of the two
+        return began, time.perf_counter(), used
 
     began, ended, cpu_s = zip(*pool.map(timed, works), strict=True)
     return max(ended) - min(began), sum(cpu_s)

@@ -366,13 +366,13 @@ class Draining:
             if not self._inventory().trainers:
                 return found
             if not wait:
-                self._store.say_leaving(start, True)
+                self._store.outcomes.say_leaving(start, True)
             return f"trainers are connected to {self._store.node}, and have not ended yet"
 
         try:
             return self._until(deadline_s, attempt)
         except BaseException:
-            self._store.say_leaving(start, False)
+            self._store.outcomes.say_leaving(start, False)
             raise
 
     def hand_over(self, deadline_s: float) -> None:

@@ -192,7 +192,7 @@ class Strangers:
 
     def _why(self, peer: Address, waited_s: float, is_surplus: bool) -> str:
         """Why a stranger is ended now; empty if it is not."""
-        if self._guard.gate.is_of_another_user(peer, self._guard.listens_at):
+        if self._guard.gate.is_of_another_user(peer, self._guard.listens_at, certainly=True):
             return "it is another user's process"
         if is_surplus:
             return f"it has authenticated no call, and {PLACES} more have come since"

@@ -22,7 +22,7 @@ from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, check_cli
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
-from holdfast.smp_daemon.shared.uids import SCARCE, may_come, uid_of
+from holdfast.smp_daemon.shared.uids import SCARCE, uid_of
 
 PLACES = 64
 """Number of connections that may be authenticated at a time. A new one replaces the oldest, so that silent peers cannot
@@ -71,14 +71,20 @@ class Gate:
         tls = self.credentials.tls
         if tls is not None and tls.name not in names:
             raise ProtocolError(f"its certificate is not for {tls.name!r} but for {sorted(names)}")
-        if not self.credentials and not may_come(peer, ours):
-            raise ProtocolError("it is another user's process")
+        if self.is_of_another_user(peer, ours, certainly=False):
+            raise ProtocolError("it is another user's process, or has closed it already")
 
-    def is_of_another_user(self, peer: Address, ours: Address) -> bool:
-        """Whether a peer is certainly another user's process, and that is not allowed. Raises `OSError` as `check`."""
+    def is_of_another_user(self, peer: Address, ours: Address, *, certainly: bool) -> bool:
+        """Whether a peer is another user's process where only this user's may come: listening on loopback alone does
+        not keep other users of this machine out. Raises `OSError` as `check`.
+
+        Args:
+            certainly: if the kernel does not tell whose it is, it is not; else it is.
+        """
         if self.credentials or not ipaddress.ip_address(peer[0]).is_loopback:
             return False
-        return uid_of(peer, ours) not in (None, os.getuid(), 0)
+        uid = uid_of(peer, ours)
+        return not certainly if uid is None else uid not in (os.getuid(), 0)
 
     def complain(self, source: str, why: object) -> bool:
         """Log that a peer at the address `source` is refused, at most once every `COMPLAIN_EVERY_S` for each address.

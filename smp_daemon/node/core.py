@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from holdfast.ec import choose_codec
@@ -10,10 +12,10 @@ from holdfast.smp_daemon.coding.moving import Draining, Monitor
 from holdfast.smp_daemon.coding.protect import Protector
 from holdfast.smp_daemon.coding.scrub import Scrubber
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.persist.persister import Persister, PersistOptions
+from holdfast.smp_daemon.persist.persister import Persister
 from holdfast.smp_daemon.recovery.reconciler import Reconciler
 from holdfast.smp_daemon.recovery.recoveries import Recoveries
-from holdfast.smp_daemon.shared.deadlines import Deadlines
+from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.goodput import UNTOLD
@@ -23,7 +25,6 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.records import write_json
-from holdfast.smp_daemon.shared.settings import BACKEND, BANDWIDTH, MEMORY, REBUILD, REGROUP_AFTER, SCRUB
 from holdfast.smp_daemon.shared.starts import WELL
 from holdfast.smp_daemon.shared.system import MACHINE, System
 from holdfast.smp_daemon.storage.arena import Arena
@@ -31,41 +32,9 @@ from holdfast.smp_daemon.storage.holdings import ParityKey, ShardKey
 from holdfast.smp_daemon.storage.receiving import BufferPool, buffers_for
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.smp_daemon.watchdog.liveness import Health, judge_lease
-from holdfast.smp_daemon.watchdog.watchdog import OnHang, Watchdog
+from holdfast.smp_daemon.watchdog.watchdog import Watchdog, run_on_hang
 
 log = get_log(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of one SMP that the job's layout does not determine; `shared.settings` says what each does. Sizes
-    are in bytes, times in seconds, rates in bytes per second.
-
-    Attributes:
-        links: parallel connections to each peer for each network card of this node.
-        persist: the persist tier; None: it is off.
-        texts: those that a trainer could have set, as they were given, for trainers that set others.
-    """
-
-    backend: str = BACKEND.default
-    bandwidth: float = BANDWIDTH.value({})
-    links: int = 1
-    scrub: float = SCRUB.value({})
-    regroup_after_s: float = REGROUP_AFTER.value({})
-    rebuild: str = REBUILD.default
-    memory: int = MEMORY.value({})
-    zero: bool = False
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    on_hang: str = ""
-    priority: str = "normal"
-    persist: PersistOptions | None = None
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        try:
-            choose_codec(2, 1, self.backend)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
 
 class Core:
@@ -75,18 +44,35 @@ class Core:
         owner: who serves the arena, and where; set once the sockets are bound.
         stopped: set when the SMP must end. `finished`: the arena can be removed then.
         system: the machine.
+        environment: the variables with its settings, see `shared.settings`; None: those of this process.
+        lease_s: how long a peer may be silent before the survivors regroup without it; 0: for ever.
         trainers: number of connections of trainers; changed under the store's lock. `said`: the last message of the
             training loop to operators. `next_s`, `spent`: see `shared.messages.Seal`.
-        impaired: optional parts that do not work as requested; the values describe the problems.
+        impaired: which optional parts do not work as requested, in words.
     """
 
     owner: Owner
 
     def __init__(
-        self, job: str, node: str, arena: Path, settings: Settings, cards: int, access: str, system: System = MACHINE
+        self,
+        job: str,
+        node: str,
+        arena: Path,
+        environment: Mapping[str, str] | None,
+        cards: int,
+        access: str,
+        system: System = MACHINE,
     ) -> None:
         """Take over the arena and start the threads. `cards`: number of addresses for raw bytes. Raises as `Smp`."""
-        self.settings = settings
+        for each in (*settings.OF_AN_SMP, settings.REBUILD):
+            each.value(environment)  # raises before anything is touched
+        backend, priority = settings.BACKEND.value(environment), settings.PRIORITY.value(environment)
+        links = settings.LINKS.value(environment)
+        try:
+            choose_codec(2, 1, backend)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.environment = environment
         self.system = system
         self.stopped = system.Event()
         self.access = access
@@ -95,41 +81,44 @@ class Core:
         self.said = ""
         self.next_s = 0.0
         self.spent = UNTOLD
-        self.impaired: dict[str, str] = {}
+        self.impaired: list[str] = []
         self.finished = False
-        self.arena = Arena(arena, memory=self.settings.memory, zero=self.settings.zero, files=system)
+        self.arena = Arena(
+            arena, memory=settings.MEMORY.value(environment), zero=settings.ZERO.value(environment), files=system
+        )
         self.credentials = system.credentials()
         self.peers = PeerClient(job, self.credentials, system)
-        self._protector = Protector(self.peers, Pacer(settings.bandwidth), settings.links, settings.priority, system)
+        self._protector = Protector(self.peers, Pacer(settings.BANDWIDTH.value(environment)), links, priority, system)
         self.recoveries = Recoveries(silent_s=self._silent_s)
         self.store = Store(
             self.arena,
             job,
             node,
-            backend=self.settings.backend,
+            backend=backend,
             on_sealed=self._sealed,
             on_parity=self._protector.announce,
             on_protected=self.recoveries.protected,
             on_epoch=self._begun,
-            spare=int(settings.persist is not None),  # for the snapshot that is being persisted
-            priority=self.settings.priority,
+            spare=int(bool(settings.PERSIST.value(environment))),  # for the snapshot that is being persisted
+            priority=priority,
             network=system,
         )
         failpoint("start.adopted")
-        self.reconciler = Reconciler(self.store, self.settings.rebuild, system)
+        self.reconciler = Reconciler(self.store, settings.REBUILD.value(environment), system)
         self.watchdog = Watchdog(
             lambda: self.store.outcomes.board,
-            self.settings.deadlines,
-            OnHang(self.settings.on_hang, job, node) if self.settings.on_hang else None,
+            settings.DEADLINES.value(environment),
+            partial(run_on_hang, command, job, node) if (command := settings.ON_HANG.value(environment)) else None,
             self.recoveries.trains,
             self._shard_bytes,
             system,
         )
-        self.buffers = BufferPool(buffers_for(self.settings.links * cards), system)
+        self.buffers = BufferPool(buffers_for(links * cards), system)
         self._protector.start(self.store)
-        self._scrubber = Scrubber(self.store, Pacer(settings.scrub), settings.priority, system)
-        self.monitor = Monitor(self.store, self.peers, settings.regroup_after_s, lambda: self.trainers, system)
-        self.persister = Persister(self.store, settings.persist, settings.priority)
+        self._scrubber = Scrubber(self.store, Pacer(settings.SCRUB.value(environment)), priority, system)
+        self.lease_s = settings.REGROUP_AFTER.value(environment)
+        self.monitor = Monitor(self.store, self.peers, self.lease_s, lambda: self.trainers, system)
+        self.persister = Persister(self.store, environment)
         self.drainer = Draining(self.store, self.inventory, self.monitor)
 
     def _shard_bytes(self, coord: str) -> int:
@@ -156,7 +145,7 @@ class Core:
                 layouts=dict(self.arena.layouts),
                 shards=frozenset((key.snapshot, key.coord) for key in keys if isinstance(key, ShardKey)),
                 parities=frozenset((key.snapshot, key.tag, key.position) for key in keys if isinstance(key, ParityKey)),
-                never_acknowledged=frozenset(self.store.never_acknowledged()),
+                never_acknowledged=frozenset(self.store.outcomes.unacknowledged({key.snapshot for key in keys})),
                 leaving=self.drainer.leaving,
                 record=self.store.state.record,
                 run=self.store.state.run,
@@ -168,9 +157,9 @@ class Core:
         self.owner = replace(self.owner, http_host=host, http_port=port)
         self.write_owner()
 
-    def impair(self, part: str, how: str) -> None:
+    def impair(self, how: str) -> None:
         """An optional part does not work as requested: log that, and show it to operators from now on."""
-        self.impaired[part] = how
+        self.impaired.append(how)
         log.error(how)
 
     def count_trainers(self, change: int) -> None:
@@ -188,14 +177,8 @@ class Core:
                 return None
             return 0.0 if self.trainers else self.system.monotonic() - self._trained_s
 
-    def finish(self) -> None:
-        """The job has ended well: stop, and let the arena be removed."""
-        self.finished = True
-        failpoint("finish.told")
-        self.stopped.set()
-
     def stop(self, *, remove: bool = False) -> None:
-        """Stop. The arena stays for a successor, unless `remove` is set."""
+        """Stop. The arena stays for a successor, unless `remove` is set, as when the job has ended well."""
         self.finished = self.finished or remove
         self.stopped.set()
 
@@ -215,9 +198,7 @@ class Core:
     def _silent_s(self) -> float:
         """For how long the node of the group that has been silent longest has been; 0: none is."""
         ages = self.monitor.leases().values()
-        return max(
-            (age for age in ages if judge_lease(age, self.settings.regroup_after_s) != Health.ALIVE), default=0.0
-        )
+        return max((age for age in ages if judge_lease(age, self.lease_s) != Health.ALIVE), default=0.0)
 
     def _begun(self, epoch: int) -> None:
         self.recoveries.joined(epoch)

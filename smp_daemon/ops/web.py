@@ -72,13 +72,12 @@ def show(smp: Core, asked: Address | None) -> Web | None:
         if asked[1] and place != asked:
             url = smp.owner.url
             smp.impair(
-                "page",
                 f"the page and /metrics are served at {url}, not at {problem}. "
-                "Free that address, or change HOLDFAST_HTTP",
+                "Free that address, or change HOLDFAST_HTTP"
             )
         return web
     smp.record_http_address(LOOPBACK, 0)
-    smp.impair("page", f"no page and no /metrics: cannot serve at {problem}")
+    smp.impair(f"no page and no /metrics: cannot serve at {problem}")
     return None
 
 

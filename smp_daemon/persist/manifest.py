@@ -111,11 +111,6 @@ class RunFile:
     run: Run
     at: tuple[Address, ...]
 
-    @classmethod
-    def of(cls, layout: Layout) -> RunFile:
-        """The run of `layout`, and the SMPs of its nodes."""
-        return cls(layout.run, tuple(node.control for node in layout.nodes))
-
 
 @dataclass(frozen=True, slots=True)
 class PersistManifest:

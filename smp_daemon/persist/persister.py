@@ -37,7 +37,7 @@ from holdfast.smp_daemon.shared.plain import encode_digested, to_plain
 from holdfast.smp_daemon.shared.priority import make_background
 from holdfast.smp_daemon.shared.records import digest, record_name
 from holdfast.smp_daemon.shared.runs import MOST_ASKED, at_work
-from holdfast.smp_daemon.shared.settings import PERSIST, PERSIST_BANDWIDTH, PERSIST_EVERY, PERSIST_KEEP
+from holdfast.smp_daemon.shared.settings import PERSIST, PERSIST_BANDWIDTH, PERSIST_EVERY, PERSIST_KEEP, PRIORITY
 from holdfast.smp_daemon.storage.holdings import Holdings, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -128,11 +128,6 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     return []
 
 
-def note_run(place: PersistPlace, layout: Layout) -> None:
-    """Note at the place which run persists there, and where its SMPs are. Blocks. Raises `PlaceError`."""
-    place.write(manifest.run_file(layout.job, layout.run.id), [encode_digested(to_plain(RunFile.of(layout)))])
-
-
 def tidy(place: PersistPlace, job: str, run: str, keep: int) -> Sequence[SnapshotId]:
     """Remove snapshots of a run that are not needed any more, and return them. Those that cannot be removed are logged,
     and returned too. Other runs' snapshots stay.
@@ -153,27 +148,6 @@ def tidy(place: PersistPlace, job: str, run: str, keep: int) -> Sequence[Snapsho
         except PlaceError as error:
             log.warning("%s could not be removed from %s: %s", snapshot, place.name, error)
     return gone
-
-
-@dataclass(frozen=True, slots=True)
-class PersistOptions:
-    """The options of the persist tier, see `shared.settings.STORAGE`: in seconds, and in bytes per second."""
-
-    url: str
-    every_s: float = PERSIST_EVERY.value({})
-    keep: int = PERSIST_KEEP.value({})
-    bandwidth: float = PERSIST_BANDWIDTH.value({})
-
-
-def options_of(environment: Mapping[str, str]) -> PersistOptions | None:
-    """The options in an environment; None if it names no place. Raises `ConfigError`."""
-    options = PersistOptions(
-        PERSIST.value(environment),
-        PERSIST_EVERY.value(environment),
-        PERSIST_KEEP.value(environment),
-        PERSIST_BANDWIDTH.value(environment),
-    )
-    return options if options.url else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +179,6 @@ class TierState:
 class _Work:
     """A snapshot to write. The persisting thread watches `progress`, and sets `cancelled` to give the work up."""
 
-    options: PersistOptions
     snapshot: SnapshotId
     layout: Layout
     progress: Progress
@@ -215,14 +188,15 @@ class _Work:
 class Persister:
     """The persist tier on one node. Every method is thread-safe; only those documented to block touch the storage."""
 
-    def __init__(self, store: Store, options: PersistOptions | None, priority: str) -> None:
-        """`options`: None: the tier is off. `priority`: see `shared.priority`."""
+    def __init__(self, store: Store, environment: Mapping[str, str] | None) -> None:
+        """`environment`: the variables with the settings; None: this process's. Without a place the tier is off."""
         self._store = store
         self.network = network = store.network
-        self._options = options
-        self._priority = priority
+        self._url = PERSIST.value(environment)
+        self._every_s, self._keep = PERSIST_EVERY.value(environment), PERSIST_KEEP.value(environment)
+        self._priority = PRIORITY.value(environment)
         self._place: PersistPlace | None = None
-        self._pacer = Pacer(options.bandwidth if options else 0.0)
+        self._pacer = Pacer(PERSIST_BANDWIDTH.value(environment))
         # Guards the order, the accepted snapshot, the layout to note and the state. Trainers' connection threads take
         # it in `order` with the store's lock held, so a thread that holds it must not take the store's lock. The
         # persisting thread and the one that notes runs wait on it, and the writing thread takes it to report. Storage
@@ -234,10 +208,10 @@ class Persister:
         self._accepted: SnapshotId | None = None
         self._noted: Layout | None = None  # a layout whose run is still to be noted at the place
         self._episodes = Episodes(log)
-        self._state = TierState(place_name(options.url), options.every_s, options.keep) if options else None
+        self._state = TierState(place_name(self._url), self._every_s, self._keep) if self._url else None
         store.outcomes.board.post_due(False)
-        if options is not None:
-            network.Thread(target=self._run, args=(options,), name="persist", daemon=True).start()
+        if self._url:
+            network.Thread(target=self._run, name="persist", daemon=True).start()
 
     @property
     def state(self) -> TierState | None:
@@ -255,7 +229,7 @@ class Persister:
         """A layout begins: one node notes its run at the place, so that no other run shares the place. Returns at
         once."""
         with self._changed:
-            if self._options is not None and self._store.node == _first(layout):
+            if self._url and self._store.node == _first(layout):
                 self._noted = layout
                 self._changed.notify_all()
 
@@ -279,7 +253,7 @@ class Persister:
 
     def look(self) -> Persisted:
         """The snapshots at the place. Blocks for as long as the storage takes. Raises `PlaceError`."""
-        if self._options is None:
+        if not self._url:
             return Persisted("")
         place = self._its_place
         runs = find_runs(place, self._store.job)
@@ -313,28 +287,28 @@ class Persister:
     def _its_place(self) -> PersistPlace:
         """The place. Opened when it is first needed, and tried again if that fails, with `PlaceError`. Blocks: some
         storages connect. Raises `ConfigError` if the tier is off."""
-        if self._options is None:
+        if not self._url:
             raise ConfigError("this node has no persist tier: set HOLDFAST_PERSIST on all nodes")
         if self._place is None:
             try:
-                self._place = open_place(self._options.url)
+                self._place = open_place(self._url)
             except ConfigError as error:  # the tier is optional: only work that needs the place fails
                 raise PlaceError(str(error)) from error
         return self._place
 
     # ------------------------------------------------------------------ writing
 
-    def _run(self, options: PersistOptions) -> None:
-        self.network.Thread(target=self._note_runs, args=(options,), name="persist-run", daemon=True).start()
+    def _run(self) -> None:
+        self.network.Thread(target=self._note_runs, name="persist-run", daemon=True).start()
         due_s = self.network.monotonic()  # due at once: otherwise each replaced node would delay all nodes
         while (order := self._await_order(due_s)) is not None:
-            due_s = self.network.monotonic() + options.every_s
+            due_s = self.network.monotonic() + self._every_s
             progress, cancelled = Progress(self.network.monotonic, STUCK_S), self.network.Event()
-            self._watch(_Work(options, *order, progress, cancelled))
+            self._watch(_Work(*order, progress, cancelled))
 
-    def _note_runs(self, options: PersistOptions) -> None:
+    def _note_runs(self) -> None:
         """Note each run that begins. In a thread of its own, as storage may hang."""
-        if why := caution(options.url):
+        if why := caution(self._url):
             log.warning("snapshots on storage: %s", why)
             self._say(caution=why)
         while not self._closed.is_set():
@@ -344,7 +318,9 @@ class Persister:
             if layout is None:
                 return
             try:
-                note_run(self._its_place, layout)
+                said = RunFile(layout.run, tuple(node.control for node in layout.nodes))
+                path = manifest.run_file(layout.job, layout.run.id)
+                self._its_place.write(path, [encode_digested(to_plain(said))])
                 self._check_alone(layout)
                 self._episodes.end("run", "the run is noted at %s, and alone there", self._its_place.name)
             except HoldfastError as error:
@@ -414,7 +390,7 @@ class Persister:
             failpoint("persist.done", snapshot.step)
             if store.node == _first(layout):  # if that fails, the next snapshot's turn tries again
                 try:
-                    tidy(place, layout.job, layout.run.id, work.options.keep)
+                    tidy(place, layout.job, layout.run.id, self._keep)
                 except PlaceError as error:
                     log.warning("older snapshots are not removed: %s", error)
         except HoldfastError as error:
@@ -428,7 +404,7 @@ class Persister:
         """Wait until the snapshot is whole, or raise `PlaceError`. Giving up loses nothing: the last node to write its
         part publishes it."""
         monotonic, wait_s = self.network.monotonic, LOOK_FIRST_S
-        limit = monotonic() + max(work.options.every_s, STUCK_S + slowest_s(work.layout.moved_bytes))
+        limit = monotonic() + max(self._every_s, STUCK_S + slowest_s(work.layout.moved_bytes))
         while missing := publish(self._its_place, work.layout, work.snapshot):
             work.progress.moved()
             if monotonic() > limit:
@@ -450,8 +426,7 @@ class Persister:
             raise ProtocolError("it was given up")
 
     def _done(self, snapshot: SnapshotId, stored: int) -> None:
-        why = caution(self._options.url) if self._options else ""
-        self._say(persisted=snapshot, at_s=self.network.time(), problem="", caution=why)
+        self._say(persisted=snapshot, at_s=self.network.time(), problem="", caution=caution(self._url))
         log.info("%s is persisted; this node wrote %d bytes", snapshot, stored)
         self._episodes.end("persist", "snapshots are persisted again: %s", snapshot, extra=about(snapshot))
         # Last, as in `_fail`: whoever sees the count sees the rest.

@@ -159,16 +159,14 @@ class Directory(PersistPlace):
     def _list(self, path: str) -> list[dict[str, Any]]:
         """fsspec would list a file that is in the way of the directory as if it were in it."""
         with _reported(f"{self._at(path)} cannot be listed"), suppress(FileNotFoundError):
-            with os.scandir(self._at(path)) as entries:
+            with os.scandir(self._path(path)) as entries:
                 return [found for each in entries if (found := _entry(each)) is not None]
         return []
 
     def write(self, path: str, parts: Iterable[bytes]) -> None:
-        target = Path(self._at(path))
-        new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
-        with _reported(f"{target} cannot be written"):
-            if not Path(self._root).is_dir():  # a storage that is not mounted: what is written would go with the node
-                raise PlaceError(_absent(Path(self._root)))
+        with _reported(f"{self._at(path)} cannot be written"):
+            target = self._path(path)
+            new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")  # two nodes may write the same file
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 _write_flushed(new, parts)
@@ -177,6 +175,13 @@ class Directory(PersistPlace):
             except BaseException:
                 new.unlink(missing_ok=True)
                 raise
+
+    def _path(self, path: str) -> Path:
+        """Raises `PlaceError` if the place is not there, as if its storage is not mounted: what is written would go
+        with the node, and what it has would be taken for nothing."""
+        if not Path(self._root).is_dir():
+            raise PlaceError(_absent(Path(self._root)))
+        return Path(self._at(path))
 
 
 def _entry(entry: os.DirEntry[str]) -> dict[str, Any] | None:

@@ -70,8 +70,8 @@ def hold_shard(
                 store.holdings.drop(key)
                 raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
         return _recovered(store, key, "repaired" if damaged else "held", source.bytes_received)
-    store.keep_layout(source.layout)
-    with store.receiving.shard(key, source.layout, partial(store.check_slot, key, source.layout)) as view:
+    store.state.keep_layout(source.layout)
+    with store.receiving.shard(key, source.layout, partial(store.receiving.check_slot, key, source.layout)) as view:
         count = -(-view.nbytes // source.layout.unit_bytes)
 
         def moved() -> None:
@@ -139,7 +139,7 @@ def repair_parity(store: Store, sources: Sources, key: ParityKey, go_on: Callabl
         Unrecoverable, DamagedSnapshot: every SMP that was asked has answered, and what they hold is not enough.
         SmpUnavailable: too little was received, and some SMPs have not answered.
     """
-    store.keep_layout(sources.layout)
+    store.state.keep_layout(sources.layout)
     layout = sources.layout
     group = layout.group_of(key.tag)
     assert group is not None  # parity is lacking in this layout

@@ -305,7 +305,7 @@ class Reconciler:
         with store.changed:
             store.state.check_epoch(phase.epoch)
             if stage is Stage.SHARDS:
-                store.keep_layout(layout)
+                store.state.keep_layout(layout)
             elif store.arena.layouts.get((layout.epoch, layout.revision)) != layout:
                 raise ProtocolError(f"node {store.node!r} has adopted no such layout: it does nothing for it")
         # Before anything is encoded from them, all shards are read; so none counts as held.

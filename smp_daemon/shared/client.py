@@ -103,7 +103,7 @@ class SmpConnection:
         try:
             is_served = socket_path(self.arena).exists()
         except PermissionError as error:
-            closed = self.arena if self.arena.parent.stat().st_uid == os.getuid() else self.arena.parent
+            closed = next(each for each in (*reversed(self.arena.parents), self.arena) if not os.access(each, os.X_OK))
             raise ConfigError(f"{closed} {not_private(closed, os.getuid())}") from error
         if not is_served:
             raise SmpUnavailable(f"no SMP serves {self.arena}: start one with `python -m holdfast.smp_daemon`")
@@ -163,7 +163,8 @@ class SmpConnection:
                 self._call(message)
             if not self.system.await_end(self._process, CALL_DEADLINE_S):
                 raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
-            if removes and (self.arena / "smp.json").exists():
+            owner = known_owner(self.arena, self.system) if removes else None
+            if owner is not None and owner.pid == self.pid:  # else a successor has come to the same place already
                 raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
         finally:
             self.close()

@@ -297,33 +297,7 @@ class Stop(Request, tag="stop", kw_only=True):
     force: bool = False
 
 
-TrainerRequest = (
-    Hello
-    | AskInventory
-    | AskInventories
-    | Join
-    | Configure
-    | AskSlots
-    | Seal
-    | Recover
-    | Lend
-    | AskUnit
-    | RepairParity
-    | Persist
-    | AskPersisted
-    | AskPersistedLayout
-    | AskCounters
-    | Scrub
-    | Say
-    | Ended
-    | Leave
-    | Finish
-    | Stop
-)
-
 ANSWERED = "a message that is answered here"
-
-read_trainer_request = reader(TrainerRequest, ANSWERED)
 
 # ---------------------------------------------------------------------- from another SMP, or a command
 

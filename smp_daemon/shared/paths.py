@@ -143,11 +143,12 @@ def _folders(
     base: Path, on_error: Callable[[OSError], object] = lambda error: None
 ) -> Iterator[tuple[Path, frozenset[str]]]:
     """The directories in which `folders_with` looks, sorted, and the names in each."""
+    above = base.parent
     for folder, folders, files in os.walk(base, onerror=on_error):
         path = Path(folder)
         yield path, frozenset((*folders, *files))
         deep = len(path.relative_to(base).parts) >= SEARCH_DEPTH
-        folders[:] = [] if deep and not any(map(SCRATCH.fullmatch, path.parts)) else sorted(folders)
+        folders[:] = [] if deep and not any(map(SCRATCH.fullmatch, path.relative_to(above).parts)) else sorted(folders)
 
 
 def files_below(base: Path) -> Iterator[tuple[Path, os.stat_result]]:

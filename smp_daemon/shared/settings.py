@@ -41,7 +41,7 @@ class ValueKind(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Settings that apply in one place, as the reference groups them.
+    """Settings that apply in one place, as the reference groups them: those below it in the table.
 
     Attributes:
         text: who reads them, in Markdown.
@@ -66,7 +66,6 @@ class Setting(Generic[T]):
         blank: whether to set it to nothing is the same as not to set it.
     """
 
-    where: Section
     variable: str
     kind: ValueKind[T]
     default: str
@@ -74,6 +73,11 @@ class Setting(Generic[T]):
     shown: str = ""
     page: str = ""
     blank: bool = True
+
+    @property
+    def where(self) -> Section:
+        """Its section: the one above it in the table."""
+        return _SECTIONS[self.variable]
 
     @property
     def name(self) -> str:
@@ -210,7 +214,7 @@ def _require(text: str) -> int:
     try:
         return 1 if text == "snapshot" else whole(1).read(text)
     except ConfigError:
-        raise ConfigError(f"{text!r}: say snapshot, or the step that a start may not go back behind") from None
+        raise ConfigError(f"{text!r}: say snapshot, or the oldest step that a start may go back to") from None
 
 
 def _links(text: str) -> int:
@@ -237,16 +241,14 @@ THE_JOB = Section(
     "the failure domains of a node.",
 )
 JOB = Setting(
-    THE_JOB,
     "HOLDFAST_JOB",
     NAME,
     "",
     "Id of the training run, the same on every rank and every restart.",
     shown="torchrun's --rdzv-id, or Slurm's job id",
 )
-NODE = Setting(THE_JOB, "HOLDFAST_NODE", NAME, "", "Name of this node, unique in the job.", shown="the host's name")
+NODE = Setting("HOLDFAST_NODE", NAME, "", "Name of this node, unique in the job.", shown="the host's name")
 ARENA = Setting(
-    THE_JOB,
     "HOLDFAST_ARENA",
     ValueKind("DIR", Path),
     f"/dev/shm/holdfast-{os.getuid()}",
@@ -254,7 +256,6 @@ ARENA = Setting(
     shown="/dev/shm/holdfast-<uid>",
 )
 DOMAINS = Setting(
-    THE_JOB,
     "HOLDFAST_DOMAINS",
     ValueKind("KIND=NAME,...", str),
     "",
@@ -267,21 +268,18 @@ TRAINERS = Section(
     "Read by trainers; an argument of `InMemorySnapshot` takes precedence. The same on every rank.",
 )
 EVERY = Setting(
-    TRAINERS,
     "HOLDFAST_EVERY",
     ValueKind("STEPS", _every),
     "auto",
     "Steps from one snapshot to the next; auto: [the interval that loses least](interval.md).",
 )
 OVERHEAD_BUDGET = Setting(
-    TRAINERS,
     "HOLDFAST_OVERHEAD_BUDGET",
     ValueKind("FRACTION", _fraction),
     "0.01",
     "Fraction of training time that snapshots may take, unless their interval is given; 0: any.",
 )
 MTBF = Setting(
-    TRAINERS,
     "HOLDFAST_MTBF",
     or_none(time(least_s=1.0)),
     "",
@@ -289,14 +287,12 @@ MTBF = Setting(
     shown="435 days",
 )
 GENERATIONS = Setting(
-    TRAINERS,
     "HOLDFAST_GENERATIONS",
     whole(1, MAX_GENERATIONS),
     "1",
     "How many protected snapshots are kept.",
 )
 RESTORE_STEP = Setting(
-    TRAINERS,
     "HOLDFAST_RESTORE_STEP",
     or_none(whole(1)),
     "",
@@ -305,16 +301,14 @@ RESTORE_STEP = Setting(
     page="restarts.md#going-back-further",
 )
 REQUIRE = Setting(
-    TRAINERS,
     "HOLDFAST_REQUIRE",
     ValueKind("snapshot|STEP", lambda text: _require(text) if text else 0),
     "",
-    "Refuse a start that would begin from nothing (snapshot), or go back behind this step.",
+    "Refuse a start that would begin from nothing (snapshot), or go back to before this step.",
     shown="any start",
     page="restarts.md#a-start-that-must-go-on",
 )
 LEAVE_ON = Setting(
-    TRAINERS,
     "HOLDFAST_LEAVE_ON",
     ValueKind("TERM,USR1,...", _signals),
     "",
@@ -323,7 +317,6 @@ LEAVE_ON = Setting(
     page="running.md#taking-a-node-away",
 )
 STANDBY = Setting(
-    TRAINERS,
     "HOLDFAST_STANDBY",
     ValueKind("PORT|HOST:PORT", parse_standby),
     "",
@@ -332,7 +325,6 @@ STANDBY = Setting(
     page="restarts.md#a-standby-for-a-lost-node",
 )
 RUN = Setting(
-    TRAINERS,
     "HOLDFAST_RUN",
     ValueKind("ID", str),
     "",
@@ -341,7 +333,6 @@ RUN = Setting(
     page="restarts.md#which-run-goes-on",
 )
 GIVE_UP = Setting(
-    TRAINERS,
     "HOLDFAST_GIVE_UP",
     ValueKind("ID,...", _words),
     "",
@@ -349,7 +340,6 @@ GIVE_UP = Setting(
     page="restarts.md#which-run-goes-on",
 )
 MAX_REPEATS = Setting(
-    TRAINERS,
     "HOLDFAST_MAX_REPEATS",
     whole(0),
     "5",
@@ -357,7 +347,6 @@ MAX_REPEATS = Setting(
     page="restarts.md",
 )
 ELASTIC = Setting(
-    TRAINERS,
     "HOLDFAST_ELASTIC",
     SWITCH,
     "0",
@@ -365,7 +354,6 @@ ELASTIC = Setting(
     page="elastic.md",
 )
 DRIFT = Setting(
-    TRAINERS,
     "HOLDFAST_DRIFT",
     choice("", "accept"),
     "",
@@ -373,7 +361,6 @@ DRIFT = Setting(
     page="loops.md#after-a-restore",
 )
 LOG = Setting(
-    TRAINERS,
     "HOLDFAST_LOG",
     choice("", "logfmt", "json"),
     "",
@@ -388,7 +375,6 @@ THE_SMP = Section(
     options=True,
 )
 HOST = Setting(
-    THE_SMP,
     "HOLDFAST_HOST",
     ValueKind("ADDRESS,...", parse_hosts),
     "127.0.0.1",
@@ -398,7 +384,6 @@ HOST = Setting(
     blank=False,  # what a failed `hostname -I` leaves must not become loopback
 )
 INSECURE = Setting(
-    THE_SMP,
     "HOLDFAST_INSECURE",
     SWITCH,
     "0",
@@ -406,7 +391,6 @@ INSECURE = Setting(
     page="../SECURITY.md",
 )
 MEMORY = Setting(
-    THE_SMP,
     "HOLDFAST_MEMORY",
     SIZE,
     "0",
@@ -414,15 +398,13 @@ MEMORY = Setting(
     "reserved at its first step.",
 )
 ZERO = Setting(
-    THE_SMP,
     "HOLDFAST_ZERO",
     SWITCH,
     "0",
     "Overwrite slots with zeros when they are given up and before they are deleted.",
 )
-BANDWIDTH = Setting(THE_SMP, "HOLDFAST_BANDWIDTH", RATE, "0", "Most that encoding sends, such as 2GB/s; 0: no limit.")
+BANDWIDTH = Setting("HOLDFAST_BANDWIDTH", RATE, "0", "Most that encoding sends, such as 2GB/s; 0: no limit.")
 LINKS = Setting(
-    THE_SMP,
     "HOLDFAST_LINKS",
     ValueKind("N", _links),
     "auto",
@@ -431,7 +413,6 @@ LINKS = Setting(
     page="data-plane.md",
 )
 PRIORITY = Setting(
-    THE_SMP,
     "HOLDFAST_PRIORITY",
     choice("auto", "normal", "idle"),
     "auto",
@@ -439,14 +420,12 @@ PRIORITY = Setting(
     "(idle), or nothing (normal).",
 )
 SCRUB = Setting(
-    THE_SMP,
     "HOLDFAST_SCRUB",
     RATE,
     "64MB/s",
     "The rate at which sealed snapshots are read and checked in the background; 0: they are not.",
 )
 REGROUP_AFTER = Setting(
-    THE_SMP,
     "HOLDFAST_REGROUP_AFTER",
     time(),
     "30s",
@@ -454,7 +433,6 @@ REGROUP_AFTER = Setting(
     "do.",
 )
 DEADLINES = Setting(
-    THE_SMP,
     "HOLDFAST_DEADLINES",
     ValueKind("PHASE=TIME,...", parse_deadlines),
     "start=15min,restore=15min,step=60s,factor=10,copy=2min",
@@ -462,7 +440,6 @@ DEADLINES = Setting(
     "it counts as hung; 0: for ever.",
 )
 ON_HANG = Setting(
-    THE_SMP,
     "HOLDFAST_ON_HANG",
     ValueKind("COMMAND", str),
     "",
@@ -470,14 +447,12 @@ ON_HANG = Setting(
     page="running.md#is-it-alive",
 )
 GRACE = Setting(
-    THE_SMP,
     "HOLDFAST_GRACE",
     time(most_s=3600.0),
     "25s",
     "Longest time after SIGTERM for moving what the node holds to other nodes before the SMP ends; 0: it ends at once.",
 )
 SPARES = Setting(
-    THE_SMP,
     "HOLDFAST_SPARES",
     ValueKind("HOST:PORT,...", parse_spares),
     "",
@@ -485,7 +460,6 @@ SPARES = Setting(
     "SIGTERM.",
 )
 HTTP = Setting(
-    THE_SMP,
     "HOLDFAST_HTTP",
     ValueKind("PORT", parse_http),
     "auto",
@@ -500,7 +474,6 @@ STORAGE = Section(
     options=True,
 )
 PERSIST = Setting(
-    STORAGE,
     "HOLDFAST_PERSIST",
     ValueKind("URL", str),
     "",
@@ -508,15 +481,13 @@ PERSIST = Setting(
     "nodes.",
 )
 PERSIST_EVERY = Setting(
-    STORAGE,
     "HOLDFAST_PERSIST_EVERY",
     time(least_s=0.1),
     "30min",
     "How often snapshots are written there at most, such as 90s, 30min or 2h.",
 )
-PERSIST_KEEP = Setting(STORAGE, "HOLDFAST_PERSIST_KEEP", whole(1), "2", "How many whole snapshots are kept there.")
+PERSIST_KEEP = Setting("HOLDFAST_PERSIST_KEEP", whole(1), "2", "How many whole snapshots are kept there.")
 PERSIST_BANDWIDTH = Setting(
-    STORAGE,
     "HOLDFAST_PERSIST_BANDWIDTH",
     RATE,
     "0",
@@ -524,26 +495,21 @@ PERSIST_BANDWIDTH = Setting(
 )
 
 SECURITY = Section("Security", "Read by trainers and SMPs. [SECURITY.md](../SECURITY.md) has the threat model.")
-TOKEN_FILE = Setting(SECURITY, "HOLDFAST_TOKEN_FILE", FILE, "", "File with the job's token, readable by nobody else.")
-TOKEN = Setting(SECURITY, "HOLDFAST_TOKEN", TEXT, "", "The token itself, where there is no file.")
-TLS_CERT = Setting(
-    SECURITY, "HOLDFAST_TLS_CERT", FILE, "", "PEM file with this node's certificate, for mutual TLS between SMPs."
-)
-TLS_KEY = Setting(SECURITY, "HOLDFAST_TLS_KEY", FILE, "", "PEM file with its private key.")
-TLS_CA = Setting(SECURITY, "HOLDFAST_TLS_CA", FILE, "", "PEM file with the authority that signed the certificates.")
-TLS_NAME = Setting(SECURITY, "HOLDFAST_TLS_NAME", NAME, "holdfast-smp", "The DNS name that all certificates carry.")
+TOKEN_FILE = Setting("HOLDFAST_TOKEN_FILE", FILE, "", "File with the job's token, readable by nobody else.")
+TOKEN = Setting("HOLDFAST_TOKEN", TEXT, "", "The token itself, where there is no file.")
+TLS_CERT = Setting("HOLDFAST_TLS_CERT", FILE, "", "PEM file with this node's certificate, for mutual TLS between SMPs.")
+TLS_KEY = Setting("HOLDFAST_TLS_KEY", FILE, "", "PEM file with its private key.")
+TLS_CA = Setting("HOLDFAST_TLS_CA", FILE, "", "PEM file with the authority that signed the certificates.")
+TLS_NAME = Setting("HOLDFAST_TLS_NAME", NAME, "holdfast-smp", "The DNS name that all certificates carry.")
 
 SET_FOR_YOU = Section("Set for you", "`--on-hang` commands see `HOLDFAST_JOB`, `HOLDFAST_NODE`, and these.")
-COORD = Setting(
-    SET_FOR_YOU, "HOLDFAST_COORD", TEXT, "", "Coordinate of the trainer that hangs, such as pp0-tp1-cp0-ep0-dp3."
-)
-PID = Setting(SET_FOR_YOU, "HOLDFAST_PID", TEXT, "", "Its process id.")
-PHASE = Setting(SET_FOR_YOU, "HOLDFAST_PHASE", TEXT, "", "The phase it hangs in: start, restore, step or copy.")
-STEP = Setting(SET_FOR_YOU, "HOLDFAST_STEP", TEXT, "", "The step it hangs in.")
+COORD = Setting("HOLDFAST_COORD", TEXT, "", "Coordinate of the trainer that hangs, such as pp0-tp1-cp0-ep0-dp3.")
+PID = Setting("HOLDFAST_PID", TEXT, "", "Its process id.")
+PHASE = Setting("HOLDFAST_PHASE", TEXT, "", "The phase it hangs in: start, restore, step or copy.")
+STEP = Setting("HOLDFAST_STEP", TEXT, "", "The step it hangs in.")
 
 DEPLOYMENT = Section("Deployment files", "Read by files that `holdfast deploy` writes, not by holdfast.")
 KEEP_S = Setting(
-    DEPLOYMENT,
     "HOLDFAST_KEEP_S",
     whole(0),
     "0",
@@ -552,28 +518,32 @@ KEEP_S = Setting(
 
 INTERNAL = Section("Internal", "Set by holdfast's own commands and tests. Do not set them in a job.")
 BACKEND = Setting(
-    INTERNAL, "HOLDFAST_BACKEND", NAME, "auto", "What computes parity: auto takes the fastest, and all write the same."
+    "HOLDFAST_BACKEND", NAME, "auto", "What computes parity: auto takes the fastest, and all write the same."
 )
 REBUILD = Setting(
-    INTERNAL,
     "HOLDFAST_REBUILD",
     choice("chain", "decode"),
     "chain",
     "How lost shards are computed: along a chain of helpers (the new node receives S bytes), or there (k times S).",
 )
 COMMAND = Setting(
-    INTERNAL, "HOLDFAST_COMMAND", TEXT, "", "Marks what a command of holdfast has started, so that it can be ended."
+    "HOLDFAST_COMMAND", TEXT, "", "Marks what a command of holdfast has started, so that it can be ended."
 )
-AUDIT = Setting(INTERNAL, "HOLDFAST_AUDIT", TEXT, "", "What holdfast audit and chaos run tell the hook to note.")
-PROFILE = Setting(INTERNAL, "HOLDFAST_PROFILE", TEXT, "", "Where holdfast profile has the hook write what it measured.")
-POINTS = Setting(
-    INTERNAL, "HOLDFAST_POINTS", TEXT, "", "At which failpoints a process stops until a test lets it go on."
-)
-TRAINER = Setting(INTERNAL, "HOLDFAST_TRAINER", TEXT, "", "What a trainer on a virtual node is to run.")
-REJOIN = Setting(INTERNAL, "HOLDFAST_REJOIN", SWITCH, "1", "Whether a restarted SMP brings back what its node lacks.")
+AUDIT = Setting("HOLDFAST_AUDIT", TEXT, "", "What holdfast audit and chaos run tell the hook to note.")
+PROFILE = Setting("HOLDFAST_PROFILE", TEXT, "", "Where holdfast profile has the hook write what it measured.")
+POINTS = Setting("HOLDFAST_POINTS", TEXT, "", "At which failpoints a process stops until a test lets it go on.")
+TRAINER = Setting("HOLDFAST_TRAINER", TEXT, "", "What a trainer on a virtual node is to run.")
+REJOIN = Setting("HOLDFAST_REJOIN", SWITCH, "1", "Whether a restarted SMP brings back what its node lacks.")
 
 TABLE: tuple[Setting[Any], ...] = tuple(each for each in globals().values() if isinstance(each, Setting))
 """All of them, in the order of the reference."""
+
+_SECTIONS: dict[str, Section] = {}
+for _each in [*globals().values()]:
+    if isinstance(_each, Section):
+        _section = _each
+    elif isinstance(_each, Setting):
+        _SECTIONS[_each.variable] = _section
 
 SMP_OPTIONS = tuple(each for each in TABLE if each.where.options)
 """Those that are also options of an SMP."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
-import os
 import re
 import socket
 import struct
 from pathlib import Path
 
-Address = tuple[str, int]
+from holdfast.smp_daemon.shared.plain import Address
 
 TCP_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 """Every TCP socket of this network namespace, with the uid of the process that made it. For a closed socket the uid and
@@ -34,16 +32,6 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     """(pid, uid) of the process at the other end of a unix socket, as of when it connected."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid), int(uid)
-
-
-def may_come(peer: Address, ours: Address) -> bool:
-    """Whether the TCP connection from `peer` to `ours` comes from this user (or root), or from another machine.
-
-    Listening on loopback alone does not keep other users of this machine out. Raises `OSError` as `uid_of`.
-    """
-    if not ipaddress.ip_address(peer[0]).is_loopback:
-        return True
-    return uid_of(peer, ours) in (os.getuid(), 0)
 
 
 def uid_of(peer: Address, ours: Address) -> int | None:

@@ -24,7 +24,6 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from holdfast.smp_daemon.shared.logs import about, get_log
 from holdfast.smp_daemon.shared.owners import Owners, is_taken, snapshot_in
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, BEGUN, GONE, OURS, SOCKET, not_private
 from holdfast.smp_daemon.shared.plain import to_plain
-from holdfast.smp_daemon.shared.records import PART, read_json, write_json
+from holdfast.smp_daemon.shared.records import PART, read_json, write, write_json
 from holdfast.smp_daemon.shared.system import MACHINE, Files
 from holdfast.smp_daemon.storage.pool import Deleted, Slot, SlotPool, SlotState, room, too_small
 
@@ -111,26 +110,23 @@ class ArenaDirectory:
         log.warning("%s is lost, and is removed: %s", path, why, extra=about(file=path.name))
         put_away(path, self._files)
 
-    def write_again(self, path: Path, data: Callable[[], Any]) -> None:
-        """Write a small JSON file again if somebody has deleted or emptied it, or put something else in its place: a
-        successor believes nothing without it.
+    def lacks(self, path: Path) -> bool:
+        """Whether somebody has deleted or emptied a small JSON file, or put something else in its place."""
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return True
+        return not stat.S_ISREG(status.st_mode) or not status.st_size
 
-        Args:
-            data: returns its content, as plain values. Called only if the file is gone: all files are looked at every
-                second, with the store's lock held.
+    def write_again(self, path: Path, content: bytes) -> None:
+        """Write a small JSON file that is lacking: a successor believes nothing without it.
 
         Raises:
             ArenaTooSmall: it cannot be written.
             ConfigError: as `put_away`.
         """
-        try:
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_size:
-                return
-        except FileNotFoundError:
-            pass
         put_away(path, self._files)
-        write_json(path, data())
+        write(path, content)
         log.warning("%s was lost and is written again", path, extra=about(file=path.name))
 
     def close(self) -> None:
@@ -257,10 +253,9 @@ class LayoutFiles(dict[tuple[int, int], Layout]):
             except ProtocolError as error:
                 lose(path, error)
 
-    def write_lost(self, directory: ArenaDirectory) -> None:
-        """Write those files again that are gone. Raises as `ArenaDirectory.write_again`."""
-        for of, layout in self.items():
-            directory.write_again(self._path(*of), partial(to_plain, layout))
+    def files(self) -> Iterator[tuple[Path, Layout]]:
+        """Each file, and what is in it."""
+        return ((self._path(*of), layout) for of, layout in self.items())
 
     def drop_older(self, keep: Collection[int]) -> None:
         """Delete the layouts of epochs before the newest that are not in `keep`."""

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
@@ -103,15 +103,13 @@ class Holdings:
         for key in [key for key in self._records if self.pool(key) is pool and key.snapshot not in there]:
             self._forget(key)
 
-    def write_lost(self) -> None:
-        """Write those commit records again that are gone, if their slots are there. Raises as
-        `ArenaDirectory.write_again`."""
-        with self._lock:
-            self.look()
-            for key, record in self._records.items():
-                pool = self.pool(key)
-                if (slot := pool.find(key.snapshot, SlotState.SEALED)) is not None:
-                    self.arena.directory.write_again(pool.record_path(slot), partial(to_plain, record))
+    def files(self) -> Iterator[tuple[Path, Record]]:
+        """The files of commit records whose slots are there, and what is in each. The caller holds the lock."""
+        self.look()
+        for key, record in self._records.items():
+            pool = self.pool(key)
+            if (slot := pool.find(key.snapshot, SlotState.SEALED)) is not None:
+                yield pool.record_path(slot), record
 
     def held(self) -> list[Key]:
         """The keys of everything held."""

@@ -8,7 +8,7 @@ successor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -121,6 +121,12 @@ class JobState:
             layouts = self._arena.layouts
             return layouts[max(layouts)] if layouts else None
 
+    def keep_layout(self, layout: Layout) -> None:
+        """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
+        with self._changed:
+            if (layout.epoch, layout.revision) not in self._arena.layouts:
+                self._arena.layouts.add(layout)
+
     def longest_unit(self) -> int:
         """The greatest length of a unit of this job, in bytes, as far as this node knows."""
         with self._changed:
@@ -215,11 +221,10 @@ class JobState:
         self.epoch, self.protected, self.record = known.epoch, known.protected, known.record
         self.given_up = frozenset(known.given_up)
 
-    def write_lost(self) -> None:
-        """Write ``node.json`` again if it is gone. Raises as `ArenaDirectory.write_again`."""
-        with self._changed:
-            if self.epoch:  # else nothing was noted yet
-                self._arena.directory.write_again(self._arena.path / NODE_FILE, lambda: to_plain(self._known()))
+    def files(self) -> Iterator[tuple[Path, NodeFile]]:
+        """``node.json``, and what is in it. The caller holds the lock."""
+        if self.epoch:  # else nothing was noted yet
+            yield self._arena.path / NODE_FILE, self._known()
 
     def _known(self) -> NodeFile:
         given_up = tuple(sorted(self.given_up))
@@ -275,6 +280,7 @@ class Outcomes:
         self.failing = ""
         self._failures = Episodes(log)
         self._progress: dict[SnapshotId, SnapshotProgress] = {}
+        self._unacknowledged: set[SnapshotId] = set()
         self._given_up: Callable[[SnapshotId], bool] = lambda snapshot: False  # whose parity is not wanted any more
 
     def adopt(self) -> None:
@@ -287,12 +293,40 @@ class Outcomes:
             self.board.reset(self._state.epoch)
         failpoint("adopt.board")
 
-    def enter(self) -> None:
-        """Begin the board of the current epoch. Whatever is pending in the one before is given up."""
+    def enter(self, held: Collection[SnapshotId], *, is_start: bool) -> None:
+        """Begin the board of the current epoch. Whatever is pending in the one before is given up.
+
+        Args:
+            held: the snapshots of which something is held here.
+            is_start: the job was started; else only its layout changes, and its trainers stay.
+        """
         with self._changed:
+            self._unacknowledged = self.unacknowledged(held)
             self._progress.clear()
             self._given_up = lambda snapshot: False
             self.board = self.board.succeeded(self._state.epoch)
+            if is_start:
+                self.board.post_leaving(False)  # that was said to the trainers before
+
+    def say_leaving(self, start: Start | None, leaving: bool) -> None:
+        """Ask the trainers of this start to end at a boundary, because this node is to be taken away, or withdraw that;
+        not those of a later one."""
+        with self._changed:
+            if self._state.record.start == start:
+                self.board.post_leaving(leaving)
+
+    def unacknowledged(self, held: Collection[SnapshotId]) -> set[SnapshotId]:
+        """Those of `held` that cannot have been reported to trainers as protected, because this node never posted that:
+        of the board's epoch, and of the one before until they are restored."""
+        with self._changed:
+            current = {each for each in held if each.epoch == self.board.epoch and self._is_open(each)}
+            return current | self._unacknowledged.intersection(held)
+
+    def note_restored(self, snapshot: SnapshotId) -> None:
+        """Note that a snapshot is being restored: it will be reported as protected, and is not `unacknowledged` any
+        more."""
+        with self._changed:
+            self._unacknowledged.discard(snapshot)
 
     def expect(self, snapshot: SnapshotId) -> None:
         """The trainers have handed over a shard of a snapshot: it is pending."""
@@ -323,12 +357,11 @@ class Outcomes:
         with self._changed:
             return self._given_up(snapshot)
 
-    def is_open(self, snapshot: SnapshotId) -> bool:
+    def _is_open(self, snapshot: SnapshotId) -> bool:
         """Whether this node took part in a snapshot of this epoch, and has not posted it as protected."""
-        with self._changed:
-            progress = self._progress.get(snapshot)
-            outcome = progress.outcome if progress is not None else self.board.posted(snapshot.step)
-            return outcome is not None and outcome is not SnapshotOutcome.PROTECTED
+        progress = self._progress.get(snapshot)
+        outcome = progress.outcome if progress is not None else self.board.posted(snapshot.step)
+        return outcome is not None and outcome is not SnapshotOutcome.PROTECTED
 
     def protect(self, snapshot: SnapshotId) -> None:
         """Post that a pending snapshot is protected, as far as this node's group is concerned."""

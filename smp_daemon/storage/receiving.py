@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from holdfast.ec import choose_codec
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, StaleEpoch
+from holdfast.smp_daemon.shared.belief import Claim, believe_slot
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, NotOurs, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, move_deadline
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
+from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
@@ -59,6 +61,18 @@ class Receiving:
         self._backend = backend
         self.threads = threads
         self._gatherings: dict[ParityKey, GatheringSlot] = {}
+        self._checked_headers: dict[str, tuple[int, bytes]] = {}
+
+    def check_slot(self, key: ShardKey, layout: Layout, view: memoryview) -> None:
+        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
+        length = 8 + int.from_bytes(view[:8], "little")
+        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
+        checked = (layout.epoch, unstamped)
+        if self._checked_headers.get(key.coord) != checked:
+            believe_slot(view, Claim.of_shard(*key, layout))
+            self._checked_headers[key.coord] = checked
+        elif read_stamp(view) != key.snapshot:
+            raise NotOurs(f"{key.coord} is stamped {read_stamp(view)}, not {key.snapshot}")
 
     @contextmanager
     def shard(self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]) -> Iterator[memoryview]:

@@ -7,18 +7,19 @@ Every public method is thread-safe. `changed` is notified whenever something hap
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
+from pathlib import Path
 
-from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.board import REFUSED, Board
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ArenaTooSmall, NotOurs, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import ArenaTooSmall, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.messages import Seal, SlotFile
+from holdfast.smp_daemon.shared.plain import encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
-from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.arena import Arena
@@ -87,12 +88,10 @@ class Store:
             self.state,
             on_protected=on_protected,
         )
-        self._never_acknowledged: set[SnapshotId] = set()
         self.codings = Codings(
             self.receiving, node, self.state, on_parity, lambda snapshot: self.post_if_protected(snapshot)
         )
         self._on_sealed = on_sealed
-        self._checked_headers: dict[str, tuple[int, bytes]] = {}
         self._on_epoch = on_epoch
         self._spare = spare
         with self.changed:  # the reserver's thread may begin before all is adopted
@@ -123,16 +122,13 @@ class Store:
                 raise StaleEpoch(f"epoch {epoch_text(epoch)} is over: {self.state.where}")
             if epoch == self.state.epoch == self.outcomes.board.epoch:  # else an attempt at it failed before the board
                 return
-            self._never_acknowledged = self.never_acknowledged()
             self.codings.forget(lambda snapshot: True)
             self.arena.fence(epoch)
-            self.holdings.look()
+            held = {key.snapshot for key in self.holdings.held()}
             failpoint("join.fenced")
             self.state.begin(epoch, start)
             failpoint("join.noted")
-            self.outcomes.enter()
-            if start is not None:
-                self.outcomes.board.post_leaving(False)  # that was said to the trainers before
+            self.outcomes.enter(held, is_start=start is not None)
             failpoint("join.done")
             self.changed.notify_all()
         self._on_epoch(epoch)
@@ -217,7 +213,7 @@ class Store:
                 raise
         failpoint("seal.before", snapshot.step)
         try:
-            self.check_slot(key, layout, view)
+            self.receiving.check_slot(key, layout, view)
             if request.digests and len(request.digests) != (count := -(-slot.bytes // layout.unit_bytes)):
                 raise ProtocolError(f"{len(request.digests)} digests for {coord}, which has {count} units")
             found = request.digests or digest_units(view, layout.unit_bytes)
@@ -243,17 +239,6 @@ class Store:
             if request.encode:
                 self.post_if_protected(snapshot)
 
-    def check_slot(self, key: ShardKey, layout: Layout, view: memoryview) -> None:
-        """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
-        length = 8 + int.from_bytes(view[:8], "little")
-        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
-        checked = (layout.epoch, unstamped)
-        if self._checked_headers.get(key.coord) != checked:
-            believe_slot(view, Claim.of_shard(*key, layout))
-            self._checked_headers[key.coord] = checked
-        elif read_stamp(view) != key.snapshot:
-            raise NotOurs(f"{key.coord} is stamped {read_stamp(view)}, not {key.snapshot}")
-
     def post_if_protected(self, snapshot: SnapshotId) -> None:
         """Post the snapshot as protected if all shards of this node are sealed and all parity of its group is
         committed."""
@@ -273,7 +258,7 @@ class Store:
     def _release(self, keep: Collection[SnapshotId], with_parity: Collection[SnapshotId], before: SnapshotId) -> None:
         parities = set(keep) & set(with_parity)
         self._leave_unprotected(lambda snapshot: snapshot not in parities and snapshot < before)
-        self._forget(lambda snapshot: snapshot not in keep and snapshot < before)
+        self.outcomes.forget(lambda snapshot: snapshot not in keep and snapshot < before)
         self.arena.release(keep, before, parities)
         self.reserver.make_good()
         self.holdings.look()
@@ -284,10 +269,6 @@ class Store:
         stay."""
         self.codings.forget(given_up)
         self.outcomes.give_up(given_up)
-
-    def _forget(self, gone: Callable[[SnapshotId], bool]) -> None:
-        self.codings.forget(gone)
-        self.outcomes.forget(gone)
 
     def place(self, coord: str, near: int | None) -> None:
         """Allocate future slots for `coord` on NUMA node `near`; None: on any."""
@@ -307,32 +288,7 @@ class Store:
             self.arena.look(pool)
             return tuple(SlotFile(**pool.place(slot)) for slot in self.arena.reserved(pool))
 
-    def never_acknowledged(self) -> set[SnapshotId]:
-        """Snapshots held here that cannot have been reported to trainers as protected, because this node never posted
-        that.
-
-        Covers the current epoch, and snapshots of the previous one until they are restored.
-        """
-        with self.changed:
-            held = {key.snapshot for key in self.holdings.held()}
-            current = {
-                snapshot for snapshot in held if snapshot.epoch == self.state.epoch and self.outcomes.is_open(snapshot)
-            }
-            return current | self._never_acknowledged & held
-
-    def note_restored(self, snapshot: SnapshotId) -> None:
-        """Note that a snapshot is being restored: it will be reported as protected, and is no longer
-        `never_acknowledged`."""
-        with self.changed:
-            self._never_acknowledged.discard(snapshot)
-
     # ------------------------------------------------------------------ bytes from elsewhere
-
-    def keep_layout(self, layout: Layout) -> None:
-        """Remember a layout that was not configured here, because this node is about to hold bytes coded in it."""
-        with self.changed:
-            if (layout.epoch, layout.revision) not in self.arena.layouts:
-                self.arena.layouts.add(layout)
 
     def hold(self, snapshot: SnapshotId) -> bool:
         """Keep this node's shards of a snapshot until `Holdings.let_go`, whatever the trainers say. Returns False if
@@ -344,13 +300,6 @@ class Store:
             wanted = self.state.layout.node(self.node).shards if self.state.layout is not None else ()
             return self.holdings.hold([ShardKey(snapshot, shard.coord) for shard in wanted])
 
-    def say_leaving(self, start: Start | None, leaving: bool) -> None:
-        """Ask the trainers of this start to end at a boundary, because this node is to be taken away, or withdraw that;
-        not those of a later one."""
-        with self.changed:
-            if self.state.record.start == start:
-                self.outcomes.board.post_leaving(leaving)
-
     def give_up(self, runs: Collection[str]) -> None:
         """Give these runs up: drop what is held of them here, and tell every later start that they are over."""
         with self.changed:
@@ -361,17 +310,25 @@ class Store:
             self.changed.notify_all()
 
     def write_lost(self) -> None:
-        """Write those JSON files again that a successor needs and that are gone. Not once `retire` is called. Raises as
-        `ArenaDirectory.write_again`."""
+        """Write those JSON files again that a successor needs and that are gone; they are encoded without the lock. Not
+        once `retire` is called. Raises as `ArenaDirectory.write_again`."""
+        lacks = self.arena.directory.lacks
         with self.changed:
-            self.state.write_lost()
-            self.arena.layouts.write_lost(self.arena.directory)
-            self.holdings.write_lost()
+            lost = [each for each in self._files() if lacks(each[0])]
+        for each in lost:
+            content = encode_digested(to_plain(each[1]))
+            with self.changed:
+                if each in self._files() and lacks(each[0]):
+                    self.arena.directory.write_again(each[0], content)
+
+    def _files(self) -> Iterator[tuple[Path, object]]:
+        return chain(self.state.files(), self.arena.layouts.files(), self.holdings.files())
 
     def retire(self) -> None:
         """Remove everything, because the job is over. Later calls that name an epoch fail with `StaleEpoch`."""
         with self.changed:
-            self._forget(lambda snapshot: True)
+            self.codings.forget(lambda snapshot: True)
+            self.outcomes.forget(lambda snapshot: True)
             self.state.epoch = sys.maxsize
             self.arena.empty()
             self.changed.notify_all()

@@ -26,25 +26,6 @@ class Health(StrEnum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Observations of a trainer.
-
-    Attributes:
-        phase: what its training thread is doing.
-        quiet_s: time since that thread's last heartbeat; in a restore, since it or its SMP last moved anything.
-        copying_s: how long the current snapshot has been copied and sealed so far; None: there is none.
-        copy_bytes: the bytes of that snapshot, as far as they are known.
-        ended: whether its process has ended.
-    """
-
-    phase: TrainerPhase
-    quiet_s: float
-    copying_s: float | None = None
-    copy_bytes: int = 0
-    ended: bool = False
-
-
 class HealthVerdict(NamedTuple):
     """The health of a trainer, its phase, how long it has been quiet, and how long it may be (0: for ever)."""
 
@@ -54,14 +35,32 @@ class HealthVerdict(NamedTuple):
     deadline_s: float
 
 
-def judge(heartbeat: Heartbeat, deadlines: Deadlines, step_s: float | None) -> HealthVerdict:
-    """Judge a trainer by the worse of its threads. `step_s`: duration of its median step, if known."""
-    main = heartbeat.phase.name.lower()
-    verdict = _verdict(main, heartbeat.quiet_s, deadlines.of(main, step_s))
-    if heartbeat.ended:
+def judge(
+    phase: TrainerPhase,
+    quiet_s: float,
+    deadlines: Deadlines,
+    step_s: float | None,
+    *,
+    copying_s: float | None = None,
+    copy_bytes: int = 0,
+    ended: bool = False,
+) -> HealthVerdict:
+    """Judge a trainer by the worse of its threads.
+
+    Args:
+        phase: what its training thread is doing.
+        quiet_s: time since that thread's last heartbeat; in a restore, since it or its SMP last moved anything.
+        step_s: duration of its median step, if known.
+        copying_s: how long the current snapshot has been copied and sealed so far; None: there is none.
+        copy_bytes: the bytes of that snapshot, as far as they are known.
+        ended: whether its process has ended.
+    """
+    main = phase.name.lower()
+    verdict = _verdict(main, quiet_s, deadlines.of(main, step_s))
+    if ended:
         return verdict._replace(health=Health.DEAD)
-    if heartbeat.copying_s is not None:
-        copying = _verdict("copy", heartbeat.copying_s, deadlines.of("copy", step_s, heartbeat.copy_bytes))
+    if copying_s is not None:
+        copying = _verdict("copy", copying_s, deadlines.of("copy", step_s, copy_bytes))
         order = list(Health)
         if order.index(copying.health) > order.index(verdict.health):
             return copying

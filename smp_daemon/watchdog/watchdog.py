@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.processes import await_end, is_running
 from holdfast.smp_daemon.shared.stragglers import UNKNOWN, Own
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
-from holdfast.smp_daemon.watchdog.liveness import Health, Heartbeat, WatchedTrainer, judge
+from holdfast.smp_daemon.watchdog.liveness import Health, WatchedTrainer, judge
 
 STEPS_KEPT = 32
 MOST_INTERVAL_S = 1.0
@@ -44,56 +44,46 @@ MOST_LOGGED = 4096
 log = get_log(__name__)
 
 
-class OnHang:
-    """Runs the user's shell command once per hang, in a thread and a session of its own, without blocking the SMP."""
-
-    def __init__(self, command: str, job: str, node: str, deadline_s: float = 60.0) -> None:
-        """`deadline_s`: timeout after which the command is killed, with its whole process group."""
-        self._command = command
-        self._names = {"HOLDFAST_JOB": job, "HOLDFAST_NODE": node}
-        self._deadline_s = deadline_s
-
-    def run(self, trainer: WatchedTrainer) -> None:
-        """Run the command for a hang of `trainer`. Returns at once."""
-        threading.Thread(target=self._run, args=(trainer,), name="on-hang", daemon=True).start()
-
-    def _run(self, trainer: WatchedTrainer) -> None:
-        environment = {
-            **os.environ,
-            **self._names,
-            "HOLDFAST_COORD": trainer.coord,
-            "HOLDFAST_PID": str(trainer.pid),
-            "HOLDFAST_PHASE": trainer.phase,
-            "HOLDFAST_STEP": str(trainer.step),
-        }
-        timeout = shutil.which("timeout")  # kills the command in time even if the SMP dies first
-        guard = [timeout, "-s", "KILL", f"{self._deadline_s + 1:.0f}"] if timeout else []
+def run_on_hang(command: str, job: str, node: str, trainer: WatchedTrainer, deadline_s: float = 60.0) -> None:
+    """Run the user's shell command for a hang of `trainer`, in a session of its own. Blocks until it ends; after
+    `deadline_s` it is killed, with its whole process group."""
+    environment = {
+        **os.environ,
+        "HOLDFAST_JOB": job,
+        "HOLDFAST_NODE": node,
+        "HOLDFAST_COORD": trainer.coord,
+        "HOLDFAST_PID": str(trainer.pid),
+        "HOLDFAST_PHASE": trainer.phase,
+        "HOLDFAST_STEP": str(trainer.step),
+    }
+    timeout = shutil.which("timeout")  # kills the command in time even if the SMP dies first
+    guard = [timeout, "-s", "KILL", f"{deadline_s + 1:.0f}"] if timeout else []
+    try:
+        process = subprocess.Popen(
+            [*guard, "/bin/sh", "-c", command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        log.error("the command for a hang of %s could not be run: %s", trainer.coord, error)
+        return
+    try:
+        said, _ = process.communicate(timeout=deadline_s)
+        text = said[:MOST_LOGGED].decode(errors="replace").strip()
+        log.warning("the command for a hang of %s ended with %d: %s", trainer.coord, process.returncode, text)
+    except subprocess.TimeoutExpired:
+        log.error("the command for a hang of %s took over %.0f s and is killed", trainer.coord, deadline_s)
+    finally:
         try:
-            process = subprocess.Popen(
-                [*guard, "/bin/sh", "-c", self._command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            log.error("the command for a hang of %s could not be run: %s", trainer.coord, error)
-            return
-        try:
-            said, _ = process.communicate(timeout=self._deadline_s)
-            text = said[:MOST_LOGGED].decode(errors="replace").strip()
-            log.warning("the command for a hang of %s ended with %d: %s", trainer.coord, process.returncode, text)
-        except subprocess.TimeoutExpired:
-            log.error("the command for a hang of %s took over %.0f s and is killed", trainer.coord, self._deadline_s)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @dataclass(slots=True)
@@ -131,13 +121,14 @@ class Watchdog:
         self,
         board: Callable[[], Board],
         deadlines: Deadlines,
-        on_hang: OnHang | None,
+        on_hang: Callable[[WatchedTrainer], None] | None,
         on_step: Callable[[int], None] = lambda step: None,
         shard_bytes: Callable[[str], int] = lambda coord: 0,
         threads: Threads = MACHINE,
     ) -> None:
         """
         Args:
+            on_hang: called once per hang of a trainer, in a thread of its own; None: nothing is.
             on_step: called with the finished steps of a trainer whenever they are others; it must not block.
             shard_bytes: the length of a trainer's shard, as far as it is known; it takes no lock.
         """
@@ -350,7 +341,7 @@ class Watchdog:
             else:
                 log.warning("%s; it was %s", report, before)
             if report.health == Health.HUNG and self._on_hang is not None:
-                self._on_hang.run(report)
+                threading.Thread(target=self._on_hang, args=(report,), name="on-hang", daemon=True).start()
 
     def _read(self, seen: _Watched, now: float) -> None:
         board = self._board()
@@ -367,14 +358,15 @@ class Watchdog:
 
     def _report(self, seen: _Watched, now: float) -> WatchedTrainer:
         self._read(seen, now)
-        heartbeat = Heartbeat(
+        verdict = judge(
             self._board().phase(seen.row),
             now - seen.since_s,
+            self._deadlines,
+            median(seen.steps_s) if seen.steps_s else None,
             copying_s=now - seen.copying_since_s if seen.copying else None,
             copy_bytes=self._shard_bytes(seen.coord) if seen.copying else 0,
             ended=seen.ended,
         )
-        verdict = judge(heartbeat, self._deadlines, median(seen.steps_s) if seen.steps_s else None)
         own = UNKNOWN if seen.ended else seen.own
         return WatchedTrainer(seen.coord, seen.pid, seen.step, *verdict, own)
 

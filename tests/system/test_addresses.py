@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import connect
 from holdfast.snapshot.resume.arrange import Protection, arrange, node_of_rank
-from tests.smp_kit import JOB, Ground, SmpProcess, refusal
+from tests.smp_kit import IN_THREADS, JOB, Ground, SmpProcess, refusal
 from tests.system.test_regroup import SNAPSHOT, everything, layout_of
 from tests.unit.test_arrange import rank
 
@@ -99,13 +99,13 @@ def test_where_the_port_is_taken_on_another_address_it_has_one_of_its_own_there(
     smp, other = ground.prepare(), ground.host()
     with socket.create_server((other, 0)) as taken:
         port = taken.getsockname()[1]
-        served = Smp(JOB, smp.name, smp.arena, f"{smp.host},{other}", bulk_port=port)
+        served = Smp(JOB, smp.name, smp.arena, f"{smp.host},{other}", bulk_port=port, environment=IN_THREADS)
         try:
             (first, second) = served.owner.bulk_addresses
             assert first == (smp.host, port)
             assert second[0] == other and second[1] != port
         finally:
-            served.finish()
+            served.stop(remove=True)
             served.close()
 
 

@@ -87,13 +87,6 @@ def test_an_arena_is_a_directory_for_its_user_alone(shm: Path) -> None:
     assert Arena(shm / "deep" / "arena").path.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_smp_on_the_same_arena_is_refused(shm: Path) -> None:
-    first = Arena(shm / "arena")
-    with pytest.raises(ConfigError, match="owns the arena"):
-        Arena(shm / "arena")
-    assert crash(first).path == shm / "arena"
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="takes two users")
 def test_a_trainer_of_another_user_is_told_whose_the_snapshots_are(shm: Path) -> None:
     Arena(shm / "arena").directory.close()
@@ -366,21 +359,6 @@ def test_a_crash_between_the_data_and_the_commit_record_leaves_the_slot_free(
     assert hold(successor.shard_pool("dp0"), 2).index == 0
 
 
-def test_a_crash_while_a_commit_record_is_written_leaves_the_slot_free(arena: Arena, pool: SlotPool) -> None:
-    arena.reserve({pool: (PAGE, 1)})
-    pool.record_path(pool.slots[0]).with_suffix(".json.part").write_text('{"step":')
-    assert list(crash(arena).adopt()) == []
-
-
-def test_a_commit_record_that_cannot_be_read_counts_as_none(arena: Arena, pool: SlotPool) -> None:
-    arena.reserve({pool: (PAGE, 2)})
-    pool.record_path(hold(pool, 1)).write_text("{")
-    hold(pool, 2)
-    successor = crash(arena)
-    assert [record for _, _, record in successor.adopt()] == [{"snapshot": [1, 2]}]
-    assert len(successor.shard_pool("dp0").slots) == 2
-
-
 def test_parities_of_several_groups_are_told_apart(arena: Arena) -> None:
     for tag in (TAG, TAG[::-1]):
         pool = arena.parity_pool(tag, 1)
@@ -391,16 +369,6 @@ def test_parities_of_several_groups_are_told_apart(arena: Arena) -> None:
     successor = crash(arena)
     pools = [pool for pool, _, _ in successor.adopt()]
     assert pools == [successor.parity_pool(tag, 1) for tag in sorted((TAG, TAG[::-1]))]
-
-
-def test_adopted_slots_are_not_reserved_again(arena: Arena) -> None:
-    arena.reserve({arena.shard_pool("dp0"): (PAGE, 2)})
-    hold(arena.shard_pool("dp0"), 1)
-    before = files(arena)
-    successor = crash(arena)
-    list(successor.adopt())
-    successor.reserve({successor.shard_pool("dp0"): (PAGE, 2)})
-    assert files(successor) == before
 
 
 def test_a_successor_knows_the_layouts(arena: Arena) -> None:
@@ -416,22 +384,6 @@ def test_a_successor_knows_the_layouts(arena: Arena) -> None:
 
 
 # ---------------------------------------------------------------------- fencing
-
-
-def test_after_a_fence_an_old_mapping_no_longer_reaches_the_slot(arena: Arena, pool: SlotPool) -> None:
-    arena.reserve({pool: (PAGE, 1)})
-    slot = pool.assign(at(1), PAGE)
-    fd = os.open(pool.path(slot), os.O_RDWR)
-    late_writer, own_view = mmap.mmap(fd, PAGE), pool.view(slot)
-    os.close(fd)
-    arena.fence(2)
-    late_writer[:] = own_view[:] = b"x" * PAGE
-    assert pool.slots == []
-    arena.reserve({pool: (PAGE, 1)})
-    (slot,) = pool.slots
-    assert bytes(pool.view(slot)) == bytes(PAGE)
-    assert pool.path(slot).read_bytes() == bytes(PAGE)
-    assert bytes(pool.view(hold(pool, 2))) == b"\2" * PAGE
 
 
 def test_a_fence_leaves_sealed_and_free_slots_as_they_are(arena: Arena) -> None:
@@ -540,28 +492,6 @@ def test_room_is_made_of_free_slots_of_other_pools_the_largest_first(arena: Aren
         + [f"{TAG}-0.{i}.parity" for i in (0, 2)]
         + ["dp1.0.safetensors.json", f"{TAG}-0.0.parity.json"]
     )
-
-
-def test_of_slots_that_are_in_use_no_room_is_made(arena: Arena) -> None:
-    pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
-    arena.reserve({other: (PAGE, 3)})
-    hold(other, 1)
-    other.assign(at(2), PAGE)
-    assert arena.make_room(0, pool) == 0
-    assert arena.make_room(10 * PAGE, pool) == PAGE
-    assert states(other) == [(0, SlotState.SEALED), (1, SlotState.RECEIVING)]
-    assert arena.make_room(10 * PAGE, pool) == 0
-    assert bytes(other.view(other.slots[0])) == b"\1" * PAGE
-
-
-def test_memory_that_room_was_made_of_serves_another_pool(small_tmpfs: Path) -> None:
-    arena = Arena(small_tmpfs / "arena")
-    pool, other = arena.shard_pool("dp0"), arena.shard_pool("dp1")
-    arena.reserve({other: (5 * PAGE, 3)})
-    with pytest.raises(ArenaTooSmall):
-        pool.create(8 * PAGE)
-    assert arena.make_room(8 * PAGE, pool) == 10 * PAGE
-    assert pool.create(8 * PAGE).index == 0
 
 
 @pytest.mark.parametrize("setting", ["always within_size [advise] never deny force", "always [never] advise"])

@@ -22,7 +22,6 @@ from holdfast.smp_daemon.shared.starts import Record, ScriptBlock, Start
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.resume.attempt import Attempt, Restored, SameWorld
 from holdfast.snapshot.resume.blocks import BLOCK, check_block, check_order, describe
-from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.resume.elastic import OtherWorld
 from holdfast.snapshot.state.record import LOOP
 from tests.scripts import completed
@@ -193,12 +192,6 @@ def test_a_snapshot_of_another_block_is_refused_with_any_number_of_ranks(world: 
     attempt = world(nobody, sources, {"dp0": "a"}, "dp0", ScriptBlock(2, "Net"), Restored(2, UNNAMED))
     with pytest.raises(ConfigError, match="block=1"):
         attempt.rebuild(nobody, {LOOP: {BLOCK: to_plain(ScriptBlock(1, "Net"))}})
-
-
-def test_all_ranks_enter_the_same_block() -> None:
-    assert agree([StartOptions(block=2), StartOptions(block=2)]).block == 2
-    with pytest.raises(ConfigError, match="block"):
-        agree([StartOptions(block=2), StartOptions(block=1)])
 
 
 def test_blocks_are_counted_by_arena(arena: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from holdfast.smp_daemon.shared.plan import plan_restore, whole_snapshots
 from holdfast.smp_daemon.shared.starts import Choice
 from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger, SnapshotState
-from tests.smp_kit import playground
+from tests.smp_kit import Crash, playground
 
 PROTECTED, FAILED, PENDING = SnapshotState.PROTECTED, SnapshotState.FAILED, SnapshotState.PENDING
 
@@ -92,16 +92,13 @@ def test_start_options_out_of_range_are_refused(options: Any) -> None:
         StartOptions(**options)
 
 
-def test_ranks_that_want_to_go_back_to_different_steps_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"HOLDFAST_RESTORE_STEP.*rank 2: .*restore_step=4"):
-        agree([StartOptions(), StartOptions(), StartOptions(restore_step=4)])
+@pytest.mark.parametrize("name", ["max_repeats", "restore_step", "require", "block", "protect_every"])
+def test_ranks_that_were_started_with_different_options_are_told(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"HOLDFAST_RESTORE_STEP.*rank 2: .*{name}=4"):
+        agree([StartOptions(), StartOptions(), StartOptions(**{name: 4})])  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- one process
-
-
-class Crash(Exception):
-    """Ends the job."""
 
 
 def life(steps: int, history: dict[int, list[torch.Tensor]] | None = None, **options: Any) -> int:

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.inprocess import abandon_process_groups, forget
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 from holdfast.smp_daemon.shared.processes import await_end
+from tests.smp_kit import kill_smps
 
 SCRIPT = Path(__file__).parents[1] / "survivors.py"
 WORLD = 3
@@ -85,21 +86,15 @@ class Survival:
 @pytest.fixture
 def base() -> Iterator[Path]:
     """A folder on tmpfs for one run; whatever the run has left is killed."""
-    base = Path(f"/dev/shm/holdfast-survive-{os.getpid()}")
-    base.mkdir(mode=0o700)
-    yield base
-    for process in psutil.process_iter():
-        try:
-            if str(base) in process.cmdline():
-                process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    for owner in filter(None, (read_owner(node / "survivors") for node in base.glob("node*"))):
-        if psutil.pid_exists(owner.pid):
-            smp = psutil.Process(owner.pid)
-            smp.kill()
-            smp.wait(DEADLINE_S)
-    shutil.rmtree(base)
+    with Scratch("test") as scratch:
+        yield scratch.path
+        for process in psutil.process_iter():
+            try:
+                if str(scratch.path) in process.cmdline():
+                    process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        kill_smps(scratch.path)
 
 
 def pids(events: list[Event]) -> list[int]:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.smp_daemon.answers import read_trainer_request
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout
-from holdfast.smp_daemon.shared.messages import AskInventory, read_peer_bulk, read_peer_control, read_trainer_request
+from holdfast.smp_daemon.shared.messages import AskInventory, read_peer_bulk, read_peer_control
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord
 from holdfast.smp_daemon.shared.sources import Sources

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +25,7 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.sources import Address, Sources
 from holdfast.smp_daemon.shared.transport import Message, SocketStream
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import Ground, Held, SmpProcess, Trainer, flip_a_byte, run_on, shard_file, suspend
+from tests.smp_kit import Ground, Held, Trainer, flip_a_byte, run_on, shard_file, stopped
 
 ELEMENTS = 30_000
 SOON_S = CALL_DEADLINE_S
@@ -58,22 +57,6 @@ class Loss:
     def assert_whole(self, shard: RecoveredShard, plan: RestorePlan, coord: str = "dp4") -> None:
         assert shard.view == self.run[coord].image(plan.snapshot)
         assert all(shard.unit(unit).matches() for unit in range(len(shard.digests)))
-
-
-@contextmanager
-def stopped(*smps: SmpProcess) -> Iterator[Callable[[], None]]:
-    """Stop these SMPs during the block, or until the function that it gets is called."""
-
-    def go_on() -> None:
-        for smp in smps:
-            smp.process.send_signal(signal.SIGCONT)
-
-    for smp in smps:
-        suspend(smp.process.pid)
-    try:
-        yield go_on
-    finally:
-        go_on()
 
 
 @pytest.mark.parametrize(("coord", "stops", "how"), [("dp4", 1, "rebuilt"), ("dp0", 0, "fetched")])

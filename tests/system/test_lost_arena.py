@@ -13,9 +13,8 @@ from holdfast.smp_daemon.ops.overview import look
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import SmpUnavailable
 from holdfast.smp_daemon.shared.spawn import running_owner
-from holdfast.smp_daemon.storage.arena import Arena
 from tests.deadlines import await_that
-from tests.smp_kit import JOB, Ground
+from tests.smp_kit import IN_THREADS, JOB, Ground
 
 
 def replace(arena: Path) -> None:
@@ -88,7 +87,7 @@ def test_it_goes_on_where_what_is_gone_cannot_be_written_again(
     ground: Ground, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepared = ground.prepare()
-    smp = Smp(JOB, prepared.name, prepared.arena, prepared.host)
+    smp = Smp(JOB, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS)
 
     def write_bytes(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "no space left", str(path))
@@ -111,13 +110,3 @@ def test_it_says_why_in_its_log(ground: Ground) -> None:
     smp.arena.rename(there)
     assert smp.wait_end() == 0
     assert str(smp.arena) in (there / "smp.log").read_text()
-
-
-def test_an_arena_is_gone_only_once_it_is_another(tmp_path: Path) -> None:
-    path = tmp_path / "arena"
-    arena = Arena(path)
-    assert not arena.directory.is_gone
-    path.rename(tmp_path / "old")
-    assert arena.directory.is_gone
-    path.mkdir(mode=0o700)
-    assert arena.directory.is_gone

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.persist.persister import TierState
 from holdfast.smp_daemon.service import Smp
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, owner_of, run_on
+from tests.smp_kit import IN_THREADS, JOB, Ground, Run, SmpProcess, owner_of, run_on
 from tests.system.test_persister import persist
 
 
@@ -104,11 +104,12 @@ def test_without_any_port_there_is_no_page_and_the_job_goes_on(ground: Ground, m
 
     monkeypatch.setattr(web_module, "_Server", refuse)
     prepared = ground.prepare()
-    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host)
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS)
     try:
         assert web_module.show(smp, ("127.0.0.1", 0)) is None
         assert smp.owner.http_port == 0
-        assert "no /metrics" in smp.impaired["page"] and os.strerror(errno.EMFILE) in smp.impaired["page"]
+        (said,) = smp.impaired
+        assert "no /metrics" in said and os.strerror(errno.EMFILE) in said
     finally:
         smp.stop(remove=True)
         smp.close()
@@ -116,7 +117,7 @@ def test_without_any_port_there_is_no_page_and_the_job_goes_on(ground: Ground, m
 
 def test_a_page_that_cannot_be_made_is_an_error_of_its_own(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = ground.prepare()
-    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host)
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS)
     web = web_module.show(smp, ("127.0.0.1", 0))
     assert web is not None
     try:

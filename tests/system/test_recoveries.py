@@ -217,7 +217,7 @@ def train_and_end(arena: Path, job: str, how: str) -> None:
 
 def test_the_last_lines_of_the_log_are_kept_short(tmp_path: Path) -> None:
     root = logging.getLogger()
-    before = list(root.handlers)
+    before, level = list(root.handlers), root.level
     root.handlers.clear()
     try:
         log_to(tmp_path / "log")
@@ -229,6 +229,7 @@ def test_the_last_lines_of_the_log_are_kept_short(tmp_path: Path) -> None:
                 handler.close()
     finally:
         root.handlers[:] = before
+        root.setLevel(level)
     assert [event.text.split()[1] for event in found] == [str(i) for i in range(EVENTS_KEPT + 2, 2, -1)]
     assert {len(event.text) for event in found} == {MAX_EVENT_CHARACTERS}
     assert decode_json(LogEvent, encode_json(found[0]), "") == found[0]

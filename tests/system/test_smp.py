@@ -325,32 +325,6 @@ class TestPeersOfAnotherJob:
             _, length = call(stream, {**message, "op": "fetch", "job": "testrun"})
             assert length == min(run.layout.unit_bytes, run["dp0"].form.total_bytes)
 
-    def test_a_unit_damaged_on_its_way_is_refused(self, ground: Ground) -> None:
-        [smp, _], run = ground.job([[100], [100]])
-        snapshot = run.write(1)
-        run["dp0"].seal(snapshot)
-        image = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
-        with closing(connect(smp.bulk)) as stream:
-            with pytest.raises(DamagedSnapshot, match="position 1 was damaged"):
-                call(stream, accumulate_message(run, snapshot, digest=12345), image)
-            with pytest.raises(ProtocolError, match="no unit 1000"):
-                what = {"op": "shard_unit", "coord": "dp0", "unit": 1000}
-                call(stream, {**accumulate_message(run, snapshot), "op": "fetch", "what": what})
-        run["dp1"].seal(snapshot)
-        assert run.outcomes(snapshot) == {PROTECTED}
-        assert parity_units(smp, snapshot, run.layout.tag(0), 0) == parities_by_xor(run, 0, snapshot)[0]
-
-    def test_a_unit_of_another_epoch_is_refused(self, ground: Ground) -> None:
-        [smp, _], run = ground.job([[100], [100]])
-        snapshot = run.protect(1)
-        run.join(2)
-        unit = memoryview(bytes_of(run, "dp1", snapshot))[: run.layout.unit_bytes]
-        with closing(connect(smp.bulk)) as stream:
-            for sent in (snapshot, run.snapshot(2)):
-                with pytest.raises(StaleEpoch, match="epoch 1"):
-                    call(stream, accumulate_message(run, sent, digest=digest(unit)), unit)
-        assert run["dp0"].client.counters()["units_accumulated"] == 1
-
     def test_a_unit_that_was_refused_leaves_nothing_behind_for_the_next(self, ground: Ground) -> None:
         [smp, _], run = ground.job([[100], [100]])
         snapshot = run.write(1)
@@ -766,12 +740,6 @@ class TestTheEnd:
         smp.launch().wait_ready()
         assert smp.wait_end() == 0
         assert not smp.arena.exists()
-
-    def test_killed_it_leaves_its_arena_for_its_successor(self, ground: Ground) -> None:
-        [smp], run = ground.job([[3000]])
-        snapshot = run.protect(1)
-        smp.kill()
-        assert shard_file(smp, snapshot, "dp0").read_bytes() == bytes_of(run, "dp0", snapshot)
 
 
 class Hasty:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import ConfigError, InMemorySnapshot, Repeated
+from holdfast import InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, current_crash_loop
 from holdfast.smp_daemon.shared.errors import ProtocolError
@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Record, Start, TrainerEnd, failure_text
-from holdfast.snapshot.resume.choice import StartOptions, agree, check_repeats
+from holdfast.snapshot.resume.choice import StartOptions, check_repeats
 from tests.scripts import completed
 from tests.smp_kit import kill_smps
 from tests.system.test_hook import half_a_step, small, train
@@ -47,40 +47,28 @@ def one(end: TrainerEnd, before: CrashLoop | None = BEFORE, base: int = 10) -> C
 # ---------------------------------------------------------------------- which ends are the same
 
 
-def test_the_same_end_once_more_is_counted() -> None:
-    assert one(TrainerEnd(12, CRASH)) == CrashLoop(4, 10, 12, CRASH)
-
-
-def test_a_step_more_or_less_is_the_same() -> None:
-    found = one(TrainerEnd(13, CRASH)), one(TrainerEnd(11, CRASH))
-    assert [streak.times for streak in found if streak] == [4, 4]
-
-
 @pytest.mark.parametrize(
-    "end",
+    ("end", "base", "times"),
     [
-        TrainerEnd(14, CRASH),
-        TrainerEnd(10, CRASH),
-        TrainerEnd(12, "ValueError: of another kind"),
-        TrainerEnd(12, KILLED),
+        pytest.param(TrainerEnd(12, CRASH), 10, 4, id="the same once more"),
+        pytest.param(TrainerEnd(13, CRASH), 10, 4, id="a step more"),
+        pytest.param(TrainerEnd(11, CRASH), 10, 4, id="a step less"),
+        pytest.param(TrainerEnd(14, CRASH), 10, 1, id="two steps more"),
+        pytest.param(TrainerEnd(10, CRASH), 10, 1, id="two steps less"),
+        pytest.param(TrainerEnd(12, "ValueError: of another kind"), 10, 1, id="another failure"),
+        pytest.param(TrainerEnd(12, KILLED), 10, 1, id="killed"),
+        pytest.param(TrainerEnd(12, CRASH), 11, 1, id="a newer snapshot to go back to, which is progress"),
+        pytest.param(TrainerEnd(12, CRASH), 9, 4, id="an older one, which is none"),
     ],
 )
-def test_another_step_or_another_failure_begins_anew(end: TrainerEnd) -> None:
-    assert one(end) == CrashLoop(1, 10, end.step, end.failure)
+def test_an_end_is_counted_with_those_before_if_it_is_the_same(end: TrainerEnd, base: int, times: int) -> None:
+    assert one(end, base=base) == CrashLoop(times, max(base, 10), end.step, end.failure)
 
 
 def test_numbers_in_a_message_do_not_make_it_another() -> None:
     before = CrashLoop(1, 0, 5, "OSError: 0x7f31 at port 4711")
     found = one(TrainerEnd(5, "OSError: 0x8ab2 at port 4712"), before, base=0)
     assert found is not None and found.times == 2
-
-
-def test_a_newer_snapshot_to_go_back_to_is_progress() -> None:
-    assert one(TrainerEnd(12, CRASH), base=11) == CrashLoop(1, 11, 12, CRASH)
-
-
-def test_an_older_one_is_none() -> None:
-    assert one(TrainerEnd(12, CRASH), base=9) == CrashLoop(4, 10, 12, CRASH)
 
 
 def test_an_end_as_it_should_be_ends_the_streak() -> None:
@@ -160,18 +148,6 @@ def test_a_job_that_ended_too_often_is_refused_with_all_that_is_known() -> None:
     assert check_repeats(inventories, StartOptions(0)) is not None
     with pytest.raises(Repeated, match=r"4 times .* 12, .* step 10: .*nan.*=0"):
         check_repeats(inventories, StartOptions(4))
-
-
-def test_ranks_that_were_started_with_different_options_are_told() -> None:
-    with pytest.raises(ConfigError, match="HOLDFAST_MAX_REPEATS"):
-        agree([StartOptions(5), StartOptions(4)])
-
-
-@pytest.mark.parametrize("text", ["-1", "five", "1.5"])
-def test_a_limit_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_MAX_REPEATS", text)
-    with pytest.raises(ConfigError, match="HOLDFAST_MAX_REPEATS"):
-        InMemorySnapshot(*small(), job="test")
 
 
 # ---------------------------------------------------------------------- real processes

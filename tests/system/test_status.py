@@ -23,6 +23,7 @@ from rich.console import Console
 from holdfast import __version__
 from holdfast.cli import status
 from holdfast.cli.main import main, make_parser
+from holdfast.cli.output import NO_ANSWER
 from holdfast.cli.status import render
 from holdfast.report import say
 from holdfast.smp_daemon.ops.metrics import GAUGES, VIEWS, exposition, sees_the_job
@@ -282,6 +283,16 @@ def test_an_smp_that_is_stuck_is_not_healthy(smps: list[SmpProcess]) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{owner.http_port}/healthz", timeout=0.2)
     smps[1].restart()
     assert fetch(smps[1], "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("words", [["drain", "node0"], ["give-up", "0badcafe"]])
+def test_a_job_whose_smps_are_stuck_is_not_taken_for_none(
+    ground: Ground, smps: list[SmpProcess], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for smp in smps:
+        suspend(smp.owner.pid)
+    assert main([*words, "--arena", str(ground.base)]) == NO_ANSWER
+    assert f"the SMP {smps[-1].owner.pid} does not answer" in capsys.readouterr().err
 
 
 def test_its_health_asks_nobody_else(smps: list[SmpProcess]) -> None:

@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 SMALL_FILES = {
     "storage.job_state.JobState._note",
+    "storage.arena.ArenaDirectory.lacks",
     "storage.arena.ArenaDirectory.write_again",
     "storage.job_state.read_node_file",
     "storage.arena.LayoutFiles.add",
@@ -48,7 +49,7 @@ SMALL_FILES = {
     "shared.board.Board.succeeded",
 }
 """What reads or writes one JSON record or the board. The record of a slot of 80 GB has 20,000 digests: 0.5 MB. It is
-encoded before the lock is taken, or with it, in milliseconds, if somebody has deleted it."""
+encoded before the lock is taken."""
 
 SETTINGS = {"storage.pool.gives_huge_pages", "storage.pool.room", "shared.budget.Budget.check_limit"}
 """What reads a line that the kernel makes up."""
@@ -91,7 +92,8 @@ ALLOWED: dict[str, set[str]] = {
     "posix.truncate": {"shared.budget.Budget._trim"},  # by the slice that a slot takes
     "shutil.rmtree": {"storage.arena.Arena.destroy"},  # an empty directory; the job is over
     "posix.lstat": {"storage.arena.Arena.destroy"},
-    "xxhash._xxhash.xxh3_128_hexdigest": SMALL_FILES - {"storage.pool.SlotPool.commit"},  # encoded by then
+    "xxhash._xxhash.xxh3_128_hexdigest": SMALL_FILES
+    - {"storage.pool.SlotPool.commit", "storage.arena.ArenaDirectory.write_again"},  # encoded by then
     "xxhash._xxhash.xxh3_64_hexdigest": {"shared.layout.Layout._tags.<locals>.<genexpr>"},  # once for each layout
     "xxhash._xxhash.xxh3_64_intdigest": {"storage.holdings.Holdings.repair"},  # one unit
     "numpy.frombuffer": {
@@ -128,7 +130,7 @@ TAKERS = {
         "storage.reserver.Reserver.make",
     ),
     *("shared.budget.Budget.reserve_next", "coding.moving.Monitor._regroup", "ops.status.take_status"),
-    *("persist.persister.Persister._await_order", "storage.store.Store.keep_layout"),
+    *("persist.persister.Persister._await_order", "storage.job_state.JobState.keep_layout"),
 }
 """Functions that take the lock and must have been reached, or the job was too small."""
 
@@ -250,6 +252,11 @@ def test_what_is_done_at_once_with_few_bytes_is_seen(tmp_path: Path, monkeypatch
         "storage.pool.SlotMemory.reserve",
     }
     assert "storage.pool.SlotMemory._touch" in noted["shared.populate.populate"]
+    (layout,) = arena.path.glob("layout-*.json")
+    layout.unlink()
+    noted.clear()
+    store.write_lost()
+    assert layout.exists() and "xxhash._xxhash.xxh3_128_hexdigest" not in noted, "it is encoded without the lock"
     store.reserver.close()
 
 

@@ -416,13 +416,6 @@ class TestAListener:
             assert unit == bytes([i] * 10)
             stream.close()
 
-    def test_replies_with_an_error_and_goes_on(self, echoes: Echoes) -> None:
-        stream = connect(echoes.path)
-        with pytest.raises(StaleEpoch, match="epoch 7"):
-            call(stream, {"refuse": "epoch 7"})
-        assert call(stream, {"say": 2}) == ({"say": 2}, 0)
-        stream.close()
-
     def test_tells_a_conversation_that_it_is_over(self, echoes: Echoes) -> None:
         stream = connect(echoes.path)
         call(stream, {})

@@ -265,28 +265,6 @@ def test_loops_that_say_nothing_are_followed(
     assert not [text for text in warnings_of(caplog) if BEGIN in text]
 
 
-class Parts(Job):
-    """Only the parts of the hooked module are ever called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.nn.ModuleDict(
-            {"a": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)), "b": torch.nn.Linear(8, 2)}
-        )
-        self.average = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.optim = torch.optim.Adam(self.model.parameters(), lr=0.05)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.9)
-
-    def backward(self) -> None:
-        self.model["b"](self.model["a"](torch.randn(6, 4))).square().sum().backward()
-
-
-def test_a_dict_of_modules_whose_parts_alone_are_called_is_followed(caplog: pytest.LogCaptureFixture) -> None:
-    snap = trial(plain, Parts)
-    assert snap.statistics.failed == 0
-    assert not [text for text in warnings_of(caplog) if "no forward" in text]
-
-
 class Scaled(Simple):
     """A job with a scaler."""
 
@@ -448,6 +426,7 @@ class Compiled(Job):
 
 NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
     (with_a_closure, Simple, "no forward"),
+    (plain, Compiled, "no forward"),
     (in_eval_mode_always, Job, "eval mode"),
     (looping(step=stepping_twice), Job, "no forward"),
     (skipping, Job, "zeroed again"),
@@ -464,6 +443,7 @@ NOT_PLAIN: list[tuple[Loop, Callable[[], Job], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize(("loop", "make", "seen"), NOT_PLAIN)
 def test_a_loop_that_is_not_plain_is_told_so_in_its_first_turns_with_the_line_to_add(
     loop: Loop, make: Callable[[], Job], seen: str
@@ -478,12 +458,6 @@ def test_a_loop_that_is_not_plain_is_told_so_in_its_first_turns_with_the_line_to
             snap.drain(DEADLINE_S)
     assert turns <= (2 if loop is not never_stepping else 20)
     assert snap.protected_step is None
-
-
-@pytest.mark.usefixtures("compiling")
-def test_a_forward_that_the_hook_cannot_see_is_told_of_in_the_first_turn() -> None:
-    with pytest.raises(ConfigError, match=r"no forward .*snap\.begin\(\)"):
-        life(plain, Compiled(), None)
 
 
 def forward_alone(job: Job) -> None:
@@ -603,25 +577,19 @@ scheduled_at_the_top = looping(step=Job.update, before=next_rate, at=range(1, ST
 evaluated_in_training_mode = looping(after=lambda job: job.model(torch.randn(6, 4)), declared=True)
 
 
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize(
     ("loop", "make"),
     [
         *((loop, Dropping) for loop in (begun, counted, scheduled_at_the_top, evaluated_in_training_mode)),
         (counted, Adversaries),  # whose optimizers step in any order
+        (counted, Compiled),
     ],
 )
 def test_a_loop_that_says_where_its_steps_begin_goes_on_where_it_was(
     loop: Loop, make: Callable[[], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert trial(loop, make).statistics.failed == 0
-    assert not [text for text in warnings_of(caplog) if BEGIN in text]
-
-
-@pytest.mark.usefixtures("compiling")
-def test_a_compiled_model_in_a_loop_that_says_where_its_steps_begin_is_not_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert trial(counted, Compiled).statistics.failed == 0
     assert not [text for text in warnings_of(caplog) if BEGIN in text]
 
 

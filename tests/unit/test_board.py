@@ -119,11 +119,6 @@ def test_a_successor_fails_what_its_predecessor_left_pending_and_nothing_else(bo
     assert boards.trainer.outcome(epoch, 99) is SnapshotOutcome.PENDING
 
 
-def test_a_board_that_is_opened_again_keeps_what_was_posted(boards: Pair, tmp_path: Path) -> None:
-    boards.smp.post(4, SnapshotOutcome.PROTECTED)
-    assert Board(tmp_path / "board", create=True).outcome(1, 4) is SnapshotOutcome.PROTECTED
-
-
 NOW_S = 12345.5
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -183,18 +184,6 @@ def test_damage_is_noted_once_and_counted_however_often_it_is_found(place: Place
     assert place.holdings.checked_unit(SHARD, 0) and place.holdings.checked_unit(SHARD, 2)
 
 
-def test_every_damaged_unit_is_found_and_counted(place: Place) -> None:
-    place.put_shard(SHARD)
-    place.put_shard(ShardKey(SECOND, "dp0"))
-    place.put_parity()
-    for key, at in ((SHARD, 0), (SHARD, 3), (SHARD, 19), (ShardKey(SECOND, "dp0"), 0), (PARITY, 12)):
-        place.flip(key, at)
-    assert place.holdings.damaged_units(SHARD) == [0, 2]
-    assert place.holdings.damaged_units(ShardKey(SECOND, "dp0")) == [0]
-    assert place.holdings.damaged_units(PARITY) == [1]
-    assert place.count("units_damaged") == 4
-
-
 @pytest.mark.parametrize("at", [13, 15])
 def test_where_a_parity_slot_has_no_unit_nothing_can_be_damaged(place: Place, at: int) -> None:
     place.put_parity()
@@ -298,15 +287,6 @@ def test_what_is_given_up_before_it_is_mended_is_not_written_to(place: Place) ->
     assert place.count("units_repaired") == 0
 
 
-def test_a_parity_unit_is_mended_and_the_rest_of_its_place_is_left(place: Place) -> None:
-    content = place.put_parity()
-    place.flip(PARITY, 8)
-    assert place.holdings.damaged_units(PARITY) == [1]
-    place.holdings.repair(PARITY, 1, memoryview(content)[8:13])
-    assert place.holdings.damaged_units(PARITY) == []
-    assert bytes(place.view(PARITY)) == content
-
-
 @pytest.mark.parametrize("wrong", ["other bytes", "still damaged", "too short", "too long", "empty", "another unit"])
 def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str) -> None:
     content = place.put_shard(SHARD)
@@ -326,15 +306,6 @@ def test_what_does_not_match_the_digest_is_not_written(place: Place, wrong: str)
     assert bytes(place.view(SHARD)) == damaged
     assert place.holdings.damaged_units(SHARD) == [1]
     assert (place.count("units_damaged"), place.count("units_repaired")) == (1, 0)
-
-
-def test_what_is_damaged_again_is_counted_again(place: Place) -> None:
-    content = place.put_shard(SHARD)
-    for times in (1, 2, 3):
-        place.flip(SHARD, 0)
-        assert place.holdings.damaged_units(SHARD) == [0]
-        place.holdings.repair(SHARD, 0, memoryview(content)[:8])
-        assert (place.count("units_damaged"), place.count("units_repaired")) == (times, times)
 
 
 # ---------------------------------------------------------------------- releasing
@@ -428,17 +399,6 @@ def test_what_was_received_in_part_is_not_held_and_its_slot_is_free(place: Place
     assert [slot.state for slot in place.pool(SHARD).slots] == [SlotState.FREE]
     receive(place, SHARD)
     assert len(place.pool(SHARD).slots) == 1
-
-
-def test_what_no_trainer_may_have_written_is_not_held(place: Place) -> None:
-    def refuse(view: memoryview) -> None:
-        assert bytes(view) == content_of(SHARD)
-        raise ProtocolError("no stamp")
-
-    with pytest.raises(ProtocolError, match="no stamp"):
-        receive(place, SHARD, check=refuse)
-    assert place.holdings.held() == []
-    assert [slot.state for slot in place.pool(SHARD).slots] == [SlotState.FREE]
 
 
 def test_what_is_received_is_never_held_in_a_file_without_a_name(place: Place) -> None:
@@ -567,11 +527,9 @@ def test_what_is_gathered_of_a_snapshot_that_is_given_up_makes_room(place: Place
     assert (slot.state, slot.snapshot, bytes(view)) == (SlotState.RECEIVING, SECOND, before)
 
 
-def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None:
+def wakes(place: Place, act: Callable[[], object]) -> bool:
+    """Whether `act` wakes a thread that waits for the holdings' lock to be notified."""
     lock, waits = place.holdings._lock, threading.Event()
-    pool = place.pool(SHARD)
-    pool.create(20)
-    _, slot, view = place.receiving.slot_for(pool, FIRST, 20)
 
     def wait() -> bool:
         with lock:
@@ -581,8 +539,16 @@ def test_who_waits_for_a_slot_hears_that_one_is_given_back(place: Place) -> None
     with ThreadPoolExecutor(1) as threads:
         heard = threads.submit(wait)
         assert waits.wait(DEADLINE_S)
-        place.receiving.give_back(pool, slot, view)  # needs the lock, so the thread is waiting by now
-        assert heard.result(DEADLINE_S)
+        act()  # needs the lock, so the thread is waiting by now
+        return heard.result(DEADLINE_S)
+
+
+def test_who_waits_hears_of_a_slot_that_is_given_back_and_of_what_is_taken_in(place: Place) -> None:
+    pool = place.pool(SHARD)
+    pool.create(20)
+    _, slot, view = place.receiving.slot_for(pool, FIRST, 20)
+    assert wakes(place, lambda: place.receiving.give_back(pool, slot, view))
+    assert wakes(place, lambda: place.put_shard(SHARD))
 
 
 # ---------------------------------------------------------------------- taking slots
@@ -682,17 +648,6 @@ def test_who_takes_a_large_slot_away_reserves_nothing(place: Place, monkeypatch:
 
 
 # ---------------------------------------------------------------------- adopting
-
-
-def test_a_successor_holds_what_was_sealed(place: Place) -> None:
-    content, parity = place.put_shard(SHARD), place.put_parity()
-    place.arena.shard_pool("dp0").create(20)
-    place.arena.shard_pool("dp0").assign(SECOND, 20)
-    place.crash()
-    assert set(place.holdings.held()) == {SHARD, PARITY}
-    assert place.holdings.open(SHARD) == (memoryview(content), shard_record(SHARD))
-    assert place.holdings.open(PARITY) == (memoryview(parity), parity_record(PARITY, parity))
-    assert place.counters.read() == Counters().read()
 
 
 def verify(place: Place) -> None:
@@ -809,22 +764,6 @@ def test_a_record_that_does_not_fit_its_parity_frees_the_slot(place: Place, chan
 
 
 # ---------------------------------------------------------------------- several at once
-
-
-def test_a_waiter_is_woken_by_what_is_taken_in(place: Place) -> None:
-    lock = place.holdings._lock
-    waits = threading.Event()
-
-    def wait() -> bool:
-        with lock:
-            waits.set()
-            return lock.wait_for(lambda: place.holdings.holds(SHARD), DEADLINE_S)
-
-    with ThreadPoolExecutor(1) as threads:
-        woken = threads.submit(wait)
-        assert waits.wait(DEADLINE_S)
-        place.put_shard(SHARD)
-        assert woken.result(DEADLINE_S)
 
 
 def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:

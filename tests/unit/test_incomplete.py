@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.record import Values, encode_record
 from holdfast.snapshot.step import capture
 from tests.deadlines import DEADLINE_S
+from tests.smp_kit import Crash
 from tests.unit.test_capture import Rig, Slots
 from tests.unit.test_plan import JOBS, NEW, OLD, World, whole
 from tests.unit.test_state import Toy, toy
@@ -97,9 +98,17 @@ def counting() -> Toy:
     return made
 
 
-def test_a_snapshot_that_would_lack_something_is_given_up_and_laid_out_anew() -> None:
-    rig = Rig(counting())
+@pytest.fixture
+def watched() -> Iterator[tuple[Rig, Watched]]:
+    slots = Watched()
+    rig = Rig(counting(), slots)
     rig.plan()
+    yield rig, slots
+    rig.copier.close(DEADLINE_S)
+
+
+def test_a_snapshot_that_would_lack_something_is_given_up_and_laid_out_anew(watched: tuple[Rig, Watched]) -> None:
+    rig, _ = watched
     rig.take()
     n = rig.adapter.late_tree["optim"][0]["state"]["w"].pop("n")
     with pytest.raises(LayoutChanged, match=r"optim\.w\.n"):
@@ -109,15 +118,13 @@ def test_a_snapshot_that_would_lack_something_is_given_up_and_laid_out_anew() ->
     rig.adapter.late_tree["optim"][0]["state"]["w"]["n"] = n
     rig.plan()
     rig.take()
-    rig.copier.close(DEADLINE_S)
 
 
-def test_a_tensor_that_nothing_lists_is_refused_with_the_layout() -> None:
-    rig = Rig(counting())
+def test_a_tensor_that_nothing_lists_is_refused_with_the_layout(watched: tuple[Rig, Watched]) -> None:
+    rig, _ = watched
     rig.adapter.live.append(LiveTensor("optim.w.more", torch.ones(2), Change.STEP))
     with pytest.raises(StateMismatch, match=r"optim\.w\.more"):
         rig.plan()
-    rig.copier.close(DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- after the seal
@@ -142,15 +149,8 @@ class Watched(Slots):
         return found
 
 
-def watched() -> tuple[Rig, Watched]:
-    slots = Watched()
-    rig = Rig(counting(), slots)
-    rig.plan()
-    return rig, slots
-
-
-def test_the_first_snapshot_of_each_layout_is_read_back() -> None:
-    rig, slots = watched()
+def test_the_first_snapshot_of_each_layout_is_read_back(watched: tuple[Rig, Watched]) -> None:
+    rig, slots = watched
     first = rig.begin()
     rig.end(first)
     rig.take()
@@ -160,7 +160,6 @@ def test_the_first_snapshot_of_each_layout_is_read_back() -> None:
     rig.end(second)
     rig.take()
     assert slots.read == [first.snapshot, second.snapshot]
-    rig.copier.close(DEADLINE_S)
 
 
 def flip(name: str, rig: Rig) -> Callable[[memoryview], None]:
@@ -171,8 +170,10 @@ def flip(name: str, rig: Rig) -> Callable[[memoryview], None]:
 
 
 @pytest.mark.parametrize("name", ["model.weight", "optim.w.m", "holdfast.record"])
-def test_bytes_that_are_not_those_that_were_sealed_fail_the_snapshot_until_one_is_well(name: str) -> None:
-    rig, slots = watched()
+def test_bytes_that_are_not_those_that_were_sealed_fail_the_snapshot_until_one_is_well(
+    watched: tuple[Rig, Watched], name: str
+) -> None:
+    rig, slots = watched
     slots.spoil = flip(name, rig)
     job = rig.begin()
     rig.run(job)
@@ -183,11 +184,10 @@ def test_bytes_that_are_not_those_that_were_sealed_fail_the_snapshot_until_one_i
     rig.take()
     assert len(slots.read) == 2
     assert name in slots.said[0], "operators are told, too"
-    rig.copier.close(DEADLINE_S)
 
 
-def test_a_slot_that_another_snapshot_has_taken_says_nothing() -> None:
-    rig, slots = watched()
+def test_a_slot_that_another_snapshot_has_taken_says_nothing(watched: tuple[Rig, Watched]) -> None:
+    rig, slots = watched
 
     def reuse(slot: memoryview) -> None:
         write_stamp(slot, SnapshotId(7, 7))
@@ -199,7 +199,6 @@ def test_a_slot_that_another_snapshot_has_taken_says_nothing() -> None:
     rig.take()
     rig.take()
     assert len(slots.read) == 2, "the next one was read instead"
-    rig.copier.close(DEADLINE_S)
 
 
 # ---------------------------------------------------------------------- whole jobs
@@ -217,10 +216,6 @@ class Counting(torch.optim.Optimizer):
             state = self.state[parameter]
             state["n"] = state.get("n", 0) + 1
             parameter -= parameter.grad / state["n"]
-
-
-class Crash(Exception):
-    """Ends the job."""
 
 
 def life(until: int, **options: Any) -> tuple[int, InMemorySnapshot]:

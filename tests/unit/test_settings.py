@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
-from holdfast.smp_daemon.__main__ import settings_of
-from holdfast.smp_daemon.node.core import Settings
-from holdfast.smp_daemon.persist.persister import PersistOptions
+from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.deadlines import Deadlines
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.settings import (
     DEADLINES,
     HOST,
     MEMORY,
+    OF_AN_SMP,
+    REBUILD,
     SMP_OPTIONS,
     SWITCH,
     TABLE,
@@ -65,6 +66,8 @@ BAD = {
     "ADDRESS,...": "node-7",
     "HOST:PORT,...": "host:0",
     "PHASE=TIME,...": "walk=3s",
+    "STEPS": "sometimes",
+    "snapshot|STEP": "0",
 }
 """Texts that are refused, by how the kind is shown. Names, files, commands and lists of ids are any text."""
 
@@ -92,12 +95,19 @@ def test_options_that_are_given_come_before_variables() -> None:
     assert MEMORY.value({"HOLDFAST_MEMORY": "1GB"} | said) == int(2e9)
 
 
-def test_an_smp_of_no_variables_is_one_of_defaults() -> None:
-    """`links` and `priority` are `auto` in the table, which an SMP in a process of others' is not."""
-    found = settings_of({})
-    assert found == Settings(links=found.links, priority="auto", texts=found.texts)
+def test_the_deadlines_of_the_table_are_those_of_the_class() -> None:
     assert DEADLINES.value({}) == Deadlines()
-    assert settings_of({"HOLDFAST_PERSIST": "/x"}).persist == PersistOptions("/x")
+
+
+@pytest.mark.parametrize(
+    ("setting", "bad"),
+    [(each, bad) for each, bad in REFUSING if each in (*OF_AN_SMP, REBUILD)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_an_smp_refuses_it_before_it_touches_its_arena(setting: Setting[Any], bad: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=setting.variable):
+        Smp("job", "n0", tmp_path / "arena", "127.0.0.1", environment={setting.variable: bad})
+    assert not (tmp_path / "arena").exists()
 
 
 def test_what_may_be_given_is_what_there_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from holdfast.smp_daemon.shared.budget import Budget
 from holdfast.smp_daemon.shared.errors import NoFreeSlot
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.owners import Owners
-from holdfast.smp_daemon.storage.pool import Deleted, Slot, SlotPool, SlotState
+from holdfast.smp_daemon.storage.pool import Deleted, SlotPool, SlotState
 
 few_snapshots = st.builds(SnapshotId, st.integers(1, 2), st.integers(1, 4))
 lengths = st.sampled_from([8, 16])
@@ -124,10 +123,6 @@ def pool_with(*held: SnapshotId) -> SlotPool:
     return pool
 
 
-def indices(slots: Collection[Slot]) -> list[int]:
-    return [slot.index for slot in slots]
-
-
 def test_a_full_pool_says_what_it_holds() -> None:
     pool = pool_with(SnapshotId(1, 10), SnapshotId(1, 20))
     with pytest.raises(NoFreeSlot, match=r"step 30 .* dp0: .* step 10 .*, step 20"):
@@ -137,12 +132,6 @@ def test_a_full_pool_says_what_it_holds() -> None:
 def test_an_empty_pool_says_that_it_holds_nothing() -> None:
     with pytest.raises(NoFreeSlot, match="hold nothing"):
         empty_pool().assign(SnapshotId(1, 1), 8)
-
-
-def test_what_is_kept_or_younger_is_never_outdated() -> None:
-    pool = pool_with(SnapshotId(1, 10), SnapshotId(1, 20), SnapshotId(1, 30), SnapshotId(2, 5))
-    assert indices(pool.outdated([SnapshotId(1, 20)], SnapshotId(1, 30))) == [0]
-    assert indices(pool.outdated([], SnapshotId(2, 5))) == [0, 1, 2]
 
 
 def test_a_new_slot_takes_the_first_number_that_is_not_in_use() -> None:

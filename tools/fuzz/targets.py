@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from holdfast.smp_daemon.answers import TrainerRequest, read_trainer_request
 from holdfast.smp_daemon.net.peers import METHOD
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
@@ -40,11 +41,9 @@ from holdfast.smp_daemon.shared.messages import (
     ShardUnit,
     SumReply,
     Term,
-    TrainerRequest,
     UnitReply,
     read_peer_bulk,
     read_peer_control,
-    read_trainer_request,
 )
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.plain import (

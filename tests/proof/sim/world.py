@@ -10,9 +10,7 @@ from typing import Any
 
 import fsspec
 
-from holdfast.smp_daemon.node.core import Settings
 from holdfast.smp_daemon.persist.manifest import run_of, snapshot_of
-from holdfast.smp_daemon.persist.persister import PersistOptions
 from holdfast.smp_daemon.service import Smp
 from holdfast.smp_daemon.shared.errors import (
     ConfigError,
@@ -25,7 +23,6 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.populate import slices
 from holdfast.smp_daemon.shared.runs import GIVE_UP_ENV, RUN_ENV
-from holdfast.smp_daemon.shared.settings import SCRUB
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
@@ -298,26 +295,28 @@ class World:
         self.scheduler.spawn(process, "main", lambda: self._run_smp(node, process))
 
     def _run_smp(self, node: SimNode, process: SimProcess) -> None:
-        settings = Settings(
-            backend="numpy" if self.plan.seed % 2 else "auto",
-            regroup_after_s=self.plan.regroup_after_s,
-            rebuild=self.plan.rebuild,
-            links=self.plan.links,
-            scrub=SCRUB.value({}) / self.plan.scale,
-            persist=PersistOptions(PLACE, self.plan.persist_s) if self.plan.persist_s else None,
-        )
+        environment = {
+            "HOLDFAST_PRIORITY": "normal",
+            "HOLDFAST_BACKEND": "numpy" if self.plan.seed % 2 else "auto",
+            "HOLDFAST_REGROUP_AFTER": f"{self.plan.regroup_after_s}s",
+            "HOLDFAST_REBUILD": self.plan.rebuild,
+            "HOLDFAST_LINKS": str(self.plan.links),
+            "HOLDFAST_PERSIST": PLACE if self.plan.persist_s else "",
+            "HOLDFAST_PERSIST_EVERY": f"{self.plan.persist_s}s" if self.plan.persist_s else "",
+        }
         self._import(node, process)
         began_s = self.scheduler.now
         try:
             if self.refusal:
                 raise ConfigError(self.refusal)
-            smp = Smp(JOB, node.name, node.arena, node.host, settings=settings, system=SYSTEM)  # type: ignore[arg-type]
+            smp = Smp(JOB, node.name, node.arena, node.host, environment=environment, system=SYSTEM)  # type: ignore[arg-type]
         except HoldfastError as error:
             node.error, node.refusal = str(error), error
             node.starting = False
             self.scheduler.note(f"the SMP of {node.name} does not come up: {error}")
             self.scheduler.kill(process, ends=True)
             return
+        smp._scrubber._pacer.rate /= self.plan.scale  # less than HOLDFAST_SCRUB can say
         self.promptness.served(node.name, began_s)
         node.smp, node.starting = smp, False
         self.changed.notify()

@@ -18,13 +18,14 @@ from typing import Any, get_args
 import pytest
 import xxhash
 
+from holdfast.smp_daemon.answers import TrainerRequest
 from holdfast.smp_daemon.shared import client as client_module
 from holdfast.smp_daemon.shared import trainer_slots
 from holdfast.smp_daemon.shared.board import WORDS, Board
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import SnapshotId
-from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl, TrainerRequest
+from holdfast.smp_daemon.shared.messages import Hello, PeerBulk, PeerControl
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.versions import spoken
 from tests.deadlines import DEADLINE_S

@@ -85,10 +85,3 @@ def test_a_header_of_nothing_but_brackets_is_not_sealed(victim: Victim) -> None:
     length = int.from_bytes(writing.slot[:8], "little")
     writing.slot[100 : 8 + length] = b"[" * (length - 92)
     writing.refused()
-
-
-def test_one_sealed_under_a_stamp_of_another_snapshot_is_refused(victim: Victim) -> None:
-    writing = Writing(victim)
-    stamp = f'{{"__metadata__":{{"epoch":"{9:>20}","step":"{9:>20}",'.encode()
-    writing.slot[8 : 8 + len(stamp)] = stamp
-    writing.refused()

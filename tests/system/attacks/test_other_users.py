@@ -172,14 +172,6 @@ def test_an_arena_that_others_can_enter_is_refused(ground: Ground, mode: int) ->
 
 
 @as_root
-def test_an_arena_of_another_user_is_refused(ground: Ground) -> None:
-    arena = ground.base / "arena"
-    arena.mkdir(mode=0o700)
-    os.chown(arena, NOBODY, NOBODY)
-    assert f"belongs to user {NOBODY}" in start(ground, arena)
-
-
-@as_root
 def test_an_arena_in_a_directory_of_another_user_is_refused(ground: Ground) -> None:
     """That user could replace the arena: anybody can create a directory in /dev/shm under the name we would use."""
     parent = ground.base / "holdfast-4711"

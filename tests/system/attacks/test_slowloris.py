@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from holdfast.smp_daemon.shared.handshake import MAGIC, NAME_BYTES, prove_to_ser
 from holdfast.smp_daemon.shared.transport import SocketStream, call, connect
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, owner_of, playground
+from tests.smp_kit import JOB, owner_of, playground
 from tests.system.attacks.victim import HELD, Victim, ask, dial
 
 TOKEN = b"a token of enough bytes"
@@ -141,18 +143,28 @@ def test_whoever_says_nothing_is_let_go_in_time(door: Door, monkeypatch: pytest.
 
 
 def test_an_smp_with_a_token_serves_while_it_is_besieged(tmp_path: Path) -> None:
-    with playground() as ground, credentials(token_file(tmp_path / "token", secrets.token_hex(32))):
-        _besiege(ground)
-
-
-def _besiege(ground: Ground) -> None:
-    smp = ground.smp()
-    with ExitStack() as stack:
-        for number in range(100):
-            sock = stack.enter_context(dial(smp.bulk))
+    with (
+        playground() as ground,
+        credentials(token_file(tmp_path / "token", secrets.token_hex(32))),
+        ExitStack() as stack,
+    ):
+        smp = ground.smp()
+        besiegers = [stack.enter_context(dial(smp.bulk)) for _ in range(100)]
+        for number, sock in enumerate(besiegers):
             sock.sendall(b"HFA2" + bytes(number % 40))
+        # Until all of them have had a place: one that got it later might take the next one's.
+        await_ended(besiegers, len(besiegers) - PLACES_OF_SOURCE)
         for _ in range(5):
             stream = connect(smp.bulk, DEADLINE_S, JOB)
             with pytest.raises(ProtocolError, match="holds no shard"):
                 call(stream, HELD)
             stream.close()
+
+
+def await_ended(socks: Sequence[socket.socket], count: int) -> None:
+    """Block until the other side has ended so many of the connections."""
+    limit, alive = time.monotonic() + DEADLINE_S, list(socks)
+    while len(alive) > len(socks) - count:
+        ready = select.select(alive, [], [], max(0.0, limit - time.monotonic()))[0]
+        assert ready
+        alive = [each for each in alive if each not in ready or each.recv(1 << 12)]
