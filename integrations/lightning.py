@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from typing import Any
 
 import lightning
@@ -94,7 +95,7 @@ class InMemoryCallback(Callback):  # type: ignore[misc, unused-ignore]
         if self._track is not None:
             self._track(snap, pl_module)
         others = [callback for callback in trainer.callbacks if callback is not self]
-        kept = CallbackState(snap, others, Callback, _state_of)
+        kept = CallbackState(snap, others, Callback, methodcaller("state_dict"))
         with rng.undrawn():  # so that a train_dataloader() that splits data at random splits it as before
             snap.__enter__()
         self._snap, self._fit = snap, fit
@@ -262,10 +263,6 @@ def _has_stopped_early(trainer: Any) -> bool:
     none = early_stopping.EarlyStoppingReason.NOT_STOPPED
     stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
     return not any(each.stopped_epoch or each.stopping_reason is not none for each in stopping)
-
-
-def _state_of(callback: Any) -> Any:
-    return callback.state_dict()
 
 
 def _closure_first(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from threading import get_ident
+from typing import NamedTuple
 
 import torch
 
@@ -18,14 +19,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.progress import RankProgress
-from holdfast.snapshot.resume.comparison import (
-    BY_CHANGE,
-    BY_DATA,
-    Resumed,
-    check_inputs,
-    late_values,
-    warn_of_unknown_inputs,
-)
+from holdfast.snapshot.resume.comparison import Resumed, late_values, refuse
 from holdfast.snapshot.resume.restore import Restored
 from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter, entered
@@ -68,7 +62,7 @@ CHANGES = (
 CARRIED = (
     "%s: the script carries from turn to turn, and its steps depend on that, but it is not captured: a restart begins "
     "it anew, and gives other results. Begin a count of steps at snap.step; keep other values in a dict or in "
-    "attributes, and name these before entering, as by %s"
+    "attributes, and name these before entering, as by %s. `holdfast audit` tells whether that is all"
 )
 READS_ON = (
     "%s: steps read on from it, and a restart begins it anew: give the hook the loader, or a function that makes such "
@@ -80,21 +74,36 @@ FEEDING = (
     "`for batch in snap.data(function)`"
 )
 COUNTS = (
-    "the loop at line %s counts from its beginning again after a restart, so that it makes more turns than it should: "
+    "the loop at %s counts from its beginning again after a restart, so that it makes more turns than it should: "
     "write `for epoch in range(snap.epoch, epochs)` around snap.data, or `for step in snap.steps(n)`"
+)
+WITHIN = (
+    "a turn of snap.steps reads batches after an optimizer has stepped, and each begins a step in the middle of the "
+    "turn: a restart may go on there, though the turn begins at its top. Read all batches of a turn before its first "
+    "optimizer steps, as by `batches = [next(data) for _ in range(n)]`"
+)
+AGAIN = (
+    "what %s does at the top of a pass is done once more when a restart goes on in the middle of that pass, which "
+    "is refused then, or fails: do it at the end of the pass before"
 )
 NUMBERED = (
     "steps depend on the number that enumerate() gives a batch, and it begins at 0 again when a restart goes on in the "
-    "middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which goes on counting"
+    "middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which goes on counting; if data is read "
+    "through something else, begin there: `enumerate(..., data.position)`, with data = snap.data(loader)"
 )
 PASSES = (
     "a loop begins at snap.epoch, which counts passes over data that is read by `for batch in snap.data(loader)`, and "
     "this loop reads none so: after a restart it would be 0. Count steps: `for step in snap.steps(n)`"
 )
 UNCOUNTED = (
-    "another pass over data has begun, and the script has asked for neither snap.epoch nor snap.step. If it counts "
-    "passes or steps by itself, a restart begins that count anew, and makes more of them than it should: write "
+    "the script has asked for neither snap.epoch nor snap.step. If it, or a library that it uses, counts passes over "
+    "data or steps by itself, a restart begins that count anew, and makes more of them than it should: write "
     '`for epoch in range(snap.epoch, epochs)`, or give what counts, as by extra={"trainer": trainer}'
+)
+JOINED = (
+    "torch's Join is entered, with which ranks may make different numbers of steps. Here each makes as many as the "
+    "others: one that ends earlier lets them wait for it, up to the timeout of the process group. Give all ranks the "
+    "same number of batches"
 )
 CHANGED = (
     "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
@@ -105,6 +114,28 @@ TOGETHER = (
     "step: if one loop trains what both were given, give it all to one hook, InMemorySnapshot([model, other], [optim, "
     "other_optim])"
 )
+UNKNOWN_INPUTS = (
+    "the snapshot of step %d was sealed before the inputs of that step's first forward were known (by `drain`, at the "
+    "end of a loop, or because that forward came late): nobody will notice if it is given another batch now. If "
+    "batches are read ahead, go through data by `snap.data`"
+)
+ANOTHER_BATCH = (
+    "the first step after the restore of step %d was given another batch than when the snapshot was taken: %s"
+)
+BY_DATA = (
+    "it was read ahead, before the hook was entered, or from another place in the data. Go through data by "
+    "`snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
+)
+"""Why a loop's first batch may be another, and what to do about it."""
+
+BY_CHANGE = (
+    "its data gave the same batch as then, so what is done to it before the forward depends on something that is not "
+    "restored, such as a torch.Generator or numpy.random.Generator in a local variable (mixup, noise). Keep that in an "
+    'attribute of the model, or track it before entering: snap.track("mixup", get=generator.get_state, '
+    "set=generator.set_state)"
+)
+"""The same where the loop's sources have compared their batches."""
+
 THROUGH_DATA = "go through data by `for batch in snap.data(loader)`, or read on from `iter(snap.data(loader))`"
 
 log = get_log(__name__)
@@ -125,6 +156,18 @@ class Checks:
     another_batch: str = BY_DATA
     reading: bool = True
     restored_by_themselves: frozenset[str] = frozenset()
+
+
+class CountedTurn(NamedTuple):
+    """A turn of a loop over step numbers, as it began.
+
+    Attributes:
+        number: of the turn after it; 0: none has begun. passes, steps: how many were finished.
+    """
+
+    number: int
+    passes: int
+    steps: int
 
 
 class FirstTurns:
@@ -152,7 +195,8 @@ class FirstTurns:
         self._rehearsal: Rehearsal | None = None
         self._unstepped: Unstepped | None = None
         self._was_marked = False
-        self._counts_are_told = False
+        self._counts_are_told = self._reads_are_told = False
+        self._turn = CountedTurn(0, 0, 0)
         self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
         self._variables = Variables(restored.loop.get("variables", {}))
         self._changing: ChangingVariables | None = None
@@ -208,12 +252,24 @@ class FirstTurns:
         changed = self._unstepped is not None and self._unstepped.step_begins()
         if changed and self._checks.reading and not self.asked_for_step:
             log.warning(CHANGED)
+        if self._position.is_in_steps and self._position.sources and self._position.next_turn != self._turn.number:
+            self._check_turn()
         self._check_iterators()
         self._iterators.begin()
         if self._carried is not None:
             self._carried.step_begins()
         if self._changing is not None and (found := self._changing.look()):
             log.warning(CHANGES, some([name for name, _ in found]), some([line for _, line in found]))
+
+    def _check_turn(self) -> None:
+        """A turn of a loop over step numbers has begun: warn, once, if the one before had several steps, in a pass that
+        goes on. If each turn makes passes of its own, a restart goes on in these."""
+        before, now = self._turn, CountedTurn(self._position.next_turn, self._position.epoch, self._progress.step)
+        self._turn = now
+        several = before.number and now.passes == before.passes and now.steps > before.steps + 1
+        if several and self._checks.reading and not self._reads_are_told:
+            self._reads_are_told = True
+            log.warning(WITHIN)
 
     def check_script(self) -> None:
         """A step is about to end: name what a restart would begin anew, as soon as it is seen.
@@ -222,9 +278,15 @@ class FirstTurns:
             ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself; or its
                 steps depend on the numbers of batches, which begin anew, or on a number of passes that nobody counts.
         """
-        if self._carried is not None and (found := self._carried.look()) is not None and not found.skips:
-            self._name(found)
-        self._check_passes()
+        if self._carried is not None and (found := self._carried.look()) is not None:
+            self._carried = None  # it holds the frames of the script
+            if not found.skips:
+                self._name(found)
+            self._check_passes(is_counted_elsewhere=found.is_called)
+            joins = (getattr(each, "_join_config", None) for each in self._adapter.modules())
+            if any(getattr(each, "enable", False) for each in joins):
+                log.warning(JOINED)
+        self._check_passes(is_counted_elsewhere=False)
         self._check_iterators()
 
     def _check_iterators(self) -> None:
@@ -237,10 +299,13 @@ class FirstTurns:
             else:
                 log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {THROUGH_DATA}", kept.where)
 
-    def _check_passes(self) -> None:
-        """Warn, once, if passes seem to be counted by what a restart begins anew."""
+    def _check_passes(self, *, is_counted_elsewhere: bool) -> None:
+        """Warn, once, if passes seem to be counted by what a restart begins anew: as a second one begins, or earlier if
+        the loop is a library's, which counts them itself."""
         position, adapter = self._position, self._adapter
-        if not self._checks.reading or self._counts_are_told or not position.sources or not position.epoch:
+        if not self._checks.reading or self._counts_are_told or not position.sources:
+            return
+        if not (position.epoch or is_counted_elsewhere):
             return
         self._counts_are_told = True
         if not self.asked and not position.is_in_steps and len(adapter.named()) == len(adapter.scalers()):
@@ -250,6 +315,8 @@ class FirstTurns:
         """Stop watching the script."""
         entered.pop(self._adapter, None)
         self._iterators.remove()
+        if self._carried is not None:
+            self._carried.stop()
 
     def _name(self, found: Carries) -> None:
         """Raises `ConfigError`, see `check_script`."""
@@ -260,11 +327,15 @@ class FirstTurns:
         if found.counts:
             self._counts_are_told = True
             log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
-        if found.carried or found.updated:
-            names = [f"{name} (line {line})" for name, line in (found.carried | found.updated).items()]
+        if found.again:
+            log.warning(AGAIN, some([str(line) for line in sorted(found.again)]))
+        carried = found.objects | found.carried | found.updated
+        if names := [f"{name} ({line})" for name, line in carried.items()]:
             log.warning(CARRIED, some(names), some(lines_for(found)))
+            if self._changing is not None:
+                self._changing.leave_out(carried)
         if found.iterators:
-            names = [f"{name} (line {line})" for name, line in found.iterators.items()]
+            names = [f"{name} ({line})" for name, line in found.iterators.items()]
             log.warning(READS_ON, some(names), some(lines_for_iterators(found)))
         elif not self._position.sources and (threads := feeding()):
             log.warning(FEEDING, some(threads))
@@ -342,7 +413,7 @@ class FirstTurns:
         if self._inputs_are_unknown:
             self._inputs_are_unknown = False
             if not self._position.sources:  # sources compare their next batch themselves
-                warn_of_unknown_inputs(self._progress.step)
+                log.warning(UNKNOWN_INPUTS, self._progress.step)
 
     @property
     def expects_inputs(self) -> bool:
@@ -352,15 +423,14 @@ class FirstTurns:
     def check_inputs(self, inputs: Inputs) -> None:
         """The first forward of a step runs on these. Raises `StateMismatch` if they are another batch than before."""
         expected, self._inputs = self._inputs, None
-        if expected is not None and all(data.exact for data in self._position.sources.values()):
+        is_compared = expected is not None and all(data.exact for data in self._position.sources.values())
+        if is_compared and inputs.digest() != expected:
             why = BY_CHANGE if self._position.sources else self._checks.another_batch
-            check_inputs(expected, inputs, self._progress.step, why)
+            refuse(ANOTHER_BATCH % (self._progress.step, why))
 
     def stepped(self) -> None:
         """An optimizer has stepped: later forwards are not compared."""
         self._inputs = self._unstepped = None
-        if self._carried is not None:
-            self._carried.stepped()
 
     def came_round(self) -> None:
         """A turn of a loop that declares has ended, and no optimizer has stepped in it. Raises as `Unstepped.look`."""

@@ -148,7 +148,7 @@ class MegatronAdapter(Adapter):
                     set_dtype(buffer, leaf)  # 16 bits wide when built, 32 from the first forward on
 
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
-        schedulers: list[Any] = list(self._schedulers)
+        schedulers: list[Any] = list(self.schedules)
         for scheduler in schedulers:
             if hasattr(scheduler, "num_steps"):
                 scheduler.num_steps = 0  # Megatron's load_state_dict adds to num_steps

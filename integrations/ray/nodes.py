@@ -99,11 +99,7 @@ def start(
     if wrong := sorted(key for key in given if not key.startswith(PREFIX)):
         raise ConfigError(f"environment has {wrong[0]!r}: only {PREFIX}... is for SMPs; set others in a runtime_env")
     limit = time.monotonic() + deadline_s
-    head = (
-        ray.remote(HeadAgent)
-        .options(**_options(_head_name(name)), max_concurrency=4)
-        .remote(name, on, given, LOOK_EVERY_S)
-    )
+    head = ray.remote(HeadAgent).options(**_options(_head_name(name)), max_concurrency=4).remote(name, on, given)
     while True:
         _answer(head.tend.remote(again=True), limit)
         found = [_ask(name, node, limit, begin=True) for node in nodes(on)]
@@ -164,12 +160,11 @@ def nodes(on: str = "") -> list[str]:
 class NodeAgent:
     """Looks after the SMP of its node. A Ray actor."""
 
-    def __init__(self, job: str, environment: Mapping[str, str], look_every_s: float) -> None:
+    def __init__(self, job: str, environment: Mapping[str, str]) -> None:
         """Start or adopt the SMP. Raises `HoldfastError`."""
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         self._job, self._arena = job, arena_path(job).absolute()
-        self._look_every_s = look_every_s
         self._over = threading.Event()
         # Held while an SMP is started or ended, by the watching thread and by Ray's threads that answer calls. So if
         # several of them see a death, only one SMP is started, and none is started after `stop`.
@@ -181,7 +176,7 @@ class NodeAgent:
         threading.Thread(target=self._watch, name="node-agent", daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._over.wait(self._look_every_s):
+        while not self._over.wait(LOOK_EVERY_S):
             try:
                 self._tend()
                 self._episodes.end("smp", "the SMP runs")
@@ -229,10 +224,9 @@ class NodeAgent:
 class HeadAgent:
     """Gives every node a node agent. A Ray actor, one per job, on any node."""
 
-    def __init__(self, job: str, on: str, environment: Mapping[str, str], look_every_s: float) -> None:
+    def __init__(self, job: str, on: str, environment: Mapping[str, str]) -> None:
         self._job, self._on = job, on
         self._environment = dict(environment)
-        self._look_every_s = look_every_s
         # Guards `_agents`. The watching thread and Ray's threads that answer `tend` take it. A thread that holds it
         # never waits for a node agent, because an agent that starts an SMP takes minutes.
         self._lock = threading.Lock()
@@ -241,7 +235,7 @@ class HeadAgent:
 
     def _watch(self) -> None:
         never = threading.Event()
-        while not never.wait(self._look_every_s):
+        while not never.wait(LOOK_EVERY_S):
             try:
                 self.tend()
             except RayError as error:
@@ -275,7 +269,7 @@ class HeadAgent:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)
         options = _options(_name(self._job, node))
         actor = ray.remote(NodeAgent).options(**options, max_concurrency=4, scheduling_strategy=pinned)
-        return actor.remote(self._job, self._environment, self._look_every_s)
+        return actor.remote(self._job, self._environment)
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from holdfast.smp_daemon.shared.logs import Episodes, get_log, some
 from holdfast.smp_daemon.shared.slotfile import Leaf
 from holdfast.snapshot.copy.tensors import block_of, empty_like_leaf, leaf_of, local, memory_of
 from holdfast.snapshot.state import rng, tracked
-from holdfast.snapshot.state.hidden import Changing, generators, owners, samples_of_attributes
+from holdfast.snapshot.state.hidden import Changing, generators, owners, samples_of_attributes, switches
 from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look, Stateful, Tree, Updated
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
@@ -43,6 +43,7 @@ class Adapter:
     framework has a subclass, which says what raises `NotImplementedError` here. Called from the training thread only.
 
     Attributes:
+        schedules: the schedules that were given.
         rebuilds: what the user has said for `rebuild`.
         carried: random streams of absent ranks, by coordinate.
         captured: `memory_of` the tensors that are captured, and of the optimizers, when `verify` was called last.
@@ -59,7 +60,7 @@ class Adapter:
         self._states = states
         several = isinstance(scheduler, list | tuple)
         schedulers: Sequence[Any] = scheduler if several else [] if scheduler is None else [scheduler]  # type: ignore[assignment]
-        self._schedulers: list[Stateful] = [
+        self.schedules: list[Stateful] = [
             _check_stateful(f"scheduler[{i}]" if several else "scheduler", each) for i, each in enumerate(schedulers)
         ]
         self._extra: dict[str, Stateful] = {
@@ -74,6 +75,8 @@ class Adapter:
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
         self._watches: list[Changing[str]] = []
+        self._switches = switches(self._roots(), [])
+        self._turned: list[str] = []  # those that the first step has turned
         self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
         self.rebuilds: list[Callable[[At], object]] = []
         self._parameters: frozenset[str] | None = None  # names, when the layout was last made
@@ -159,7 +162,7 @@ class Adapter:
         fixed = {
             "flags": flags.names(),
             "optim": [state.fixed for state in states],
-            "schedulers": [type(each).__qualname__ for each in self._schedulers],
+            "schedulers": [type(each).__qualname__ for each in self.schedules],
         }
         return Look(fixed, partial(self._late, flags, states, with_extra_state(self._roots())))
 
@@ -177,7 +180,7 @@ class Adapter:
         """Values of what one look has found. `extra`: the modules that have an extra state."""
         return {
             "optim": [state.late() for state in states],
-            "scheduler": [each.state_dict() for each in self._schedulers],
+            "scheduler": [each.state_dict() for each in self.schedules],
             "extra": self._extras(late=True),
             "get_extra_state": {name: extra_state(module, self._extra_states) for name, module in extra},
             **scalings(extra),
@@ -191,19 +194,25 @@ class Adapter:
         once if a schedule changes an optimizer's options but was not given, and so is not captured. From now on `watch`
         compares attributes."""
         self._warn_of_growth()
-        found = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
-        self.captured = set(map(memory_of, found))
+        self.captured = self.memory()
         self._watches = [
             Changing(partial(samples_of_attributes, list(roots), self.named(), self.captured), patience)
             for roots, patience in ((self._roots(), 3), (self._unknown_optimizers(), 1))
         ]
+        now = switches(self._roots(), self.named())
+        self._turned = [path for path, value in self._switches.items() if now.get(path, value) is not value]
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
-        if not (self._tracked or self._schedulers or schedules):
+        if not (self._tracked or self.schedules or schedules):
             for state in self._states:
                 if hasattr(getattr(state.optimizer, "step", None), "_wrapped_by_lr_sched"):
                     kind = type(state.optimizer).__qualname__
                     text = "a schedule changes options of %s, and is not captured: give it as scheduler="
                     self._episodes.begin("schedule", text, kind)
+
+    def memory(self) -> set[int]:
+        """What `captured` would be now."""
+        found = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
+        return set(map(memory_of, found))
 
     def _warn_of_growth(self) -> None:
         """Warn as soon as parameters are added in training, which no restart makes by itself."""
@@ -219,7 +228,7 @@ class Adapter:
 
     def watch(self) -> None:
         """Called as a snapshot is taken: warn of attributes that change from step to step and are not captured."""
-        found = {place for watch in self._watches for place in watch.look()} - self._told
+        found = {place for watch in self._watches for place in watch.look()}.union(self._turned) - self._told
         if found:
             self._told |= found
             log.warning(
@@ -236,11 +245,6 @@ class Adapter:
 
     def _find_generators(self) -> dict[str, Any]:
         return generators([*self._roots(), *self._unknown_optimizers()], self.named())
-
-    @property
-    def schedules(self) -> Sequence[Any]:
-        """The schedules that were given."""
-        return self._schedulers
 
     def named(self) -> Sequence[Any]:
         """What the user has named beside modules, optimizers and schedules: what to call for their values, or the
@@ -269,7 +273,7 @@ class Adapter:
     def check(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Raises `StateMismatch` unless `load` will find everything it needs. Called before anything is written."""
         check_names("extra", {**early["extra"], **late["extra"]}, self._extra)
-        held, have = fixed["schedulers"], [type(each).__qualname__ for each in self._schedulers]
+        held, have = fixed["schedulers"], [type(each).__qualname__ for each in self.schedules]
         if held != have:
             raise StateMismatch(f"scheduler is {held or 'none'} in the snapshot, {have or 'none'} in this job")
         names = [name for name, _ in with_extra_state(self._roots())]
@@ -285,7 +289,7 @@ class Adapter:
     def load(self, early: Tree, late: Tree, fixed: Tree) -> None:
         """Load what `early` and `look` returned, after the tensors are restored; random generators last."""
         self._undo.pop_all()  # it would keep replaced tensors alive
-        for scheduler, saved in zip(self._schedulers, late["scheduler"], strict=True):
+        for scheduler, saved in zip(self.schedules, late["scheduler"], strict=True):
             scheduler.load_state_dict(saved)
         for state, plain, kept in zip(self._states, late["optim"], fixed["optim"], strict=True):
             state.load(plain, kept)

@@ -25,9 +25,12 @@ from holdfast.snapshot.state.tracked import Tracked, make
 from holdfast.snapshot.state.values import Keeping, keep
 from holdfast.snapshot.state.walk import (
     is_captured_as_such,
+    is_code,
     is_generator,
+    is_installed,
     is_users_own,
     of_class,
+    package_of,
     referred,
     trains_beside_optimizers,
     walk,
@@ -115,7 +118,7 @@ def untracked(roots: Iterable[tuple[str, Any]], captured: Collection[int]) -> li
     return sorted({path for path, value, _ in found if _keeps_state(value) and memory_of(value) not in captured})
 
 
-def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, Any]:
+def generators(roots: Iterable[tuple[str, Any]], named: Collection[Any]) -> dict[str, Any]:
     """The random generators that named modules, their submodules, and optimizers keep, by name: in their attributes,
     in the user's own objects there, and in what the user's own functions and classes refer to.
 
@@ -123,7 +126,6 @@ def generators(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[s
         named: what the user has named, such as the getters of `track`. Generators that these refer to are left out, and
             all generators of modules and optimizers that a function among them refers to.
     """
-    named = list(named)
     but = {id(each) for root in named for each in rng.find(root).values()}
     return rng.owned(_with_classes(_unnamed(roots, named)), is_users_own, but, most=MOST_OPENED)
 
@@ -163,7 +165,7 @@ class Changing(Generic[P]):
 
 
 def samples_of_attributes(
-    roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Collection[int]
+    roots: Collection[tuple[str, Any]], named: Collection[Any], captured: Collection[int]
 ) -> Iterator[tuple[str, bytes]]:
     """Numbers, tensors and arrays in attributes, for `Changing`.
 
@@ -172,19 +174,32 @@ def samples_of_attributes(
     every step computes anew.
 
     Args:
-        roots, named: as for `generators`.
+        roots, named: as for `generators`. Objects that `named` refer to are not looked into.
         captured: `memory_of` the tensors that are captured, whose views are left out, and of the optimizers whose
             numbers are.
     """
-    for path, value, _ in walk(_compared(roots, named, captured), is_users_own, most=MOST_OPENED):
+    known = {id(value): value for _, value, _ in walk((("", each) for each in named), is_code, code=True)}
+
+    def is_unknown(value: Any) -> bool:
+        return is_users_own(value) and id(value) not in known
+
+    for path, value, _ in walk(_compared(roots, named, captured), is_unknown, most=MOST_OPENED):
         if isinstance(value, bool | int | float | np.generic):
             yield path, repr(value).encode()
         elif is_tensor_or_array(value) and memory_of(value) not in captured and (part := sample_of(value)):
             yield path, part
 
 
+def switches(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, bool]:
+    """What is True or False in attributes of modules of the user's own classes, by path: a step may turn it once, as a
+    layer does that begins with what the first batch is. `roots`, `named`: as for `generators`."""
+    own = (each for each in _unnamed(roots, named) if not is_installed(package_of(type(each[1]).__module__)))
+    found = (each for name, owner in own if not _has_extra_state(owner) for each in _attributes(name, owner))
+    return {path: value for path, value in found if isinstance(value, bool)}
+
+
 def _compared(
-    roots: Iterable[tuple[str, Any]], named: Iterable[Any], captured: Collection[int]
+    roots: Collection[tuple[str, Any]], named: Collection[Any], captured: Collection[int]
 ) -> Iterator[tuple[str, Any]]:
     for name, owner in _unnamed(roots, named):
         found = _attributes(name, owner)
@@ -236,8 +251,8 @@ def _hooks_of(owner: Any) -> Iterator[Any]:
     """What a module or an optimizer calls of the user's around what it does, and its own parameters in backward, in
     order."""
     tables = [table for name, table in getattr(owner, "__dict__", {}).items() if name.endswith("_hooks")]
-    for parameter in owner.parameters(recurse=False) if isinstance(owner, torch.nn.Module) else ():
-        tables += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    for parameter in owner._parameters.values() if isinstance(owner, torch.nn.Module) else ():
+        tables += [] if parameter is None else [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     for table in tables:
         if isinstance(table, dict):  # else it is a list of the user's own, or nothing was ever registered
             yield from filter(is_users_own, table.values())

@@ -1,5 +1,6 @@
 """Detects optimizers whose state is not captured: those that step the job's parameters, which is an error, and those
-that step other tensors from turn to turn, as an outer optimizer does, of which the user is told.
+that step other tensors from turn to turn, as an outer optimizer does, of which the user is told. One that is made for a
+turn, as by Reptile, leaves nothing to the next.
 
 torch calls its global step hooks for every optimizer of the process, so this also finds an optimizer that is hidden in
 an opaque wrapper.
@@ -7,6 +8,7 @@ an opaque wrapper.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +22,13 @@ from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.optimizers import has_step_hooks, nested
 
 BESIDE = (
-    "a %s steps %d tensors that are not of this job's model, in one step after another, and is not captured: a restart "
-    "begins both anew. If training reads what it leaves there, give it, too: optim=[..., that one]"
+    "an optimizer, %s, steps tensors that are not of this job's model (%d), in one step after another, and is not "
+    "captured: a restart begins both anew. If training reads what it leaves there, give it, too: optim=[..., that one]"
+)
+
+NOT_GIVEN = (
+    "a %s steps %d parameters of this job, but it was not given, nor found inside a given optimizer, so its state is "
+    "lost. Give it, too: optim=[..., that one]. If each turn makes its own, let go of it before the next ends"
 )
 
 log = get_log(__name__)
@@ -52,17 +59,29 @@ class Steppers:
         self._alone: dict[int, int] = {}
         self._is_captured = is_captured
         self._turns = 0
-        self._beside: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()  # None: it was told
-        self._problem = ""
+        self._first: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()  # None: it was told
+        self._kept: list[torch.optim.Optimizer] = []  # that have stepped the job's parameters in several turns
+        self._has_collected = False
         self._began = not all(map(has_step_hooks, given))
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def check(self) -> None:
         """A step has ended. Raises `ConfigError` if an optimizer that is not captured has stepped the job's
-        parameters."""
+        parameters, and is still there, or steps again, after the turn in which it did."""
         self._turns += 1
-        if self._problem:
-            raise ConfigError(self._problem)
+        if self._met and not self._has_collected and self._left_over():
+            self._has_collected = True  # a schedule, too, holds its optimizer until this
+            gc.collect()
+            self._kept += self._left_over()
+        if self._kept:
+            kind = type(self._kept[-1])  # one that wraps others steps last
+            shared = self._met[self._kept[-1]][1]
+            raise ConfigError(NOT_GIVEN % (f"{kind.__module__}.{kind.__qualname__}", shared))
+
+    def _left_over(self) -> list[torch.optim.Optimizer]:
+        """Those of the parameters that are there, though the turn in which they first stepped is long over."""
+        earlier = [each for each, first in self._first.items() if first is not None and first < self._turns - 1]
+        return [each for each in earlier if self._met[each][1]]
 
     def remove(self) -> None:
         """Stop watching. Idempotent."""
@@ -91,21 +110,14 @@ class Steppers:
         if groups != len(optimizer.param_groups):
             shared = self._count_shared(optimizer)
             self._met[optimizer] = len(optimizer.param_groups), shared
-        if not shared and not self._is_captured(optimizer):
-            self._tell(optimizer)
-        if not shared or (self._only_wraps(optimizer) and not any(optimizer.state.values())):
+        wraps = shared and self._only_wraps(optimizer) and not any(optimizer.state.values())
+        if wraps or (not shared and self._is_captured(optimizer)):
             return
-        kind = type(optimizer)
-        self._problem = (
-            f"a {kind.__module__}.{kind.__qualname__} steps {shared} parameters of this job, but it was not given, nor "
-            "found inside a given optimizer, so its state would be lost. Give it, too: optim=[..., that one]"
-        )
-
-    def _tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell, once, of one that has stepped in an earlier turn. What is made for each turn leaves nothing."""
-        first = self._beside.setdefault(optimizer, self._turns)
-        if first not in (None, self._turns):
-            self._beside[optimizer] = None
+        first = self._first.setdefault(optimizer, self._turns)
+        if shared and first != self._turns:
+            self._kept.append(optimizer)
+        elif first not in (None, self._turns):
+            self._first[optimizer] = None
             stepped = sum(len(group["params"]) for group in optimizer.param_groups)
             log.warning(BESIDE, type(optimizer).__qualname__, stepped)
 

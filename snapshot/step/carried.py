@@ -14,76 +14,103 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.adapter import entered
-from holdfast.snapshot.step.flow import Carries, Flow
-from holdfast.snapshot.step.script import PLAIN, Helper, Named, RunningValues, enters, helper_of, hooks_of, reads_on
-from holdfast.snapshot.step.syntax import Function, called_in, function_of, loops_at, root_of, sources_in
-from holdfast.snapshot.step.variables import frames_called_by_a_library, line_for_attribute, users_frames
+from holdfast.snapshot.step.calls import LAMBDA, Call, Calls
+from holdfast.snapshot.step.flow import Carries, Flow, Returned
+from holdfast.snapshot.step.script import (
+    MISSING,
+    PLAIN,
+    UNNAMED,
+    Helper,
+    Named,
+    RunningValues,
+    enters,
+    helper_called,
+    helper_of,
+    is_ours,
+    reads_on,
+    renamed,
+)
+from holdfast.snapshot.step.syntax import (
+    Function,
+    called_in,
+    function_of,
+    loops_at,
+    outlives,
+    owners_of,
+    parts_of,
+    path_of,
+    root_of,
+    sources_in,
+)
+from holdfast.snapshot.step.variables import (
+    frames_called_by_a_library,
+    line_for_attribute,
+    line_for_object,
+    name_of,
+    users_frames,
+)
+
+SEVERAL = 4
+"""Of how many attributes that are carried their object is named instead, if it stands alone."""
+
+KEPT = (torch.nn.Module, torch.optim.Optimizer, DataLoader)
+"""Types of what a restart makes again, and the hook may be given."""
 
 log = get_log(__name__)
 
 
 class CarriedVariables:
-    """What the functions that are running carry. Looks once, as the second step of this process is about to end: then
-    their variables have values. Used by the training thread."""
+    """What the functions that are running carry. Looks once, as the first optimizer is about to step in the second
+    turn of this process: then their variables have values. Used by the training thread."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._calls: Calls | None = None
         self._suspended: list[FrameType] = []  # generators that the first step ran in; the second may run in them, too
         self._at: dict[FrameType, int] = {}  # where functions were as the second step began
 
     def step_begins(self) -> None:
         """A step begins, maybe once more: each batch begins one, and some turns read several."""
-        if self._steps == 1 and not self._at:
+        if self._calls is not None and not self._at:
             self._at = {frame: frame.f_lineno for frame in (*self._suspended, *users_frames())}
             self._suspended = []
 
-    def stepped(self) -> None:
-        """An optimizer has stepped."""
-        self._steps += 1
-        if self._steps == 1:
-            self._suspended = [each for each in users_frames() if each.f_code.co_flags & inspect.CO_GENERATOR]
-
     def look(self) -> Carries | None:
-        """A step is about to end. Returns what was found, once; None: this is not the time."""
-        at, self._at = self._at, {}
-        if not at:
+        """An optimizer is about to step; in some turns several do. Returns what was found; None: this is not the time
+        yet."""
+        if self._calls is None:
+            self._suspended = [each for each in users_frames() if each.f_code.co_flags & inspect.CO_GENERATOR]
+            self._calls = Calls()
+        if not self._at:
             return None
         try:
-            return self._look(at)
+            return Following(self._at, self.stop()).all()
         except Exception:  # a script that it does not understand is no reason to end a training
             log.exception("what the script carries from turn to turn could not be followed, and is not told")
-            return None
+            return Carries()
 
-    def _look(self, at: Mapping[FrameType, int]) -> Carries:
-        named = Named([*entered])
-        running = [each for frame in users_frames() if (each := _running(frame, at.get(frame))) is not None]
-        by_library = set(frames_called_by_a_library())
-        innermost = [each for each in running if each.frame in by_library]
-        if any(each.turns for each in innermost):
-            innermost = []
-        found = Carries()
-        for each in running:
-            if each.turns or each.begun is None or (each in innermost and each.within is None):
-                one = _carried_in(each, named, [other.function for other in running])
-                for path in [path for path in one.carried if reads_on(each.values.of(path))]:
-                    several = isinstance(each.values.of(path), PLAIN)
-                    found.iterators[f"{path}[i]" if several else path] = one.carried.pop(path)
-                found.carried = one.carried | found.carried
-                found.updated = one.updated | found.updated
-                found.counts |= one.counts
-                found.numbered |= one.numbered
-                found.skips |= one.skips
-                found.passes |= one.passes
-            if each.within is not None:
-                break  # what is further out trains more than once
-        return found
+    def stop(self) -> list[Call]:
+        """Returns which functions have run since the first look."""
+        return [] if self._calls is None else self._calls.stop()
+
+
+def _place_of(values: RunningValues, path: str) -> tuple[object, str] | None:
+    """Tells apart what paths stand for; None: it is not known."""
+    owners = owners_of(path)
+    if not owners:
+        return values.of("__name__"), path  # of the module
+    owner = values.of(owners[-1])
+    return None if owner is MISSING else (id(owner), path[len(owners[-1]) :])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -105,6 +132,18 @@ class RunningFunction:
     within: ast.With | ast.AsyncWith | None
     turns: list[ast.For | ast.While]
 
+    @property
+    def reads(self) -> bool:
+        """Whether the innermost of its loops goes through the batches."""
+        innermost = self.turns[-1] if self.turns else None
+        return isinstance(innermost, ast.For) and (self.begun or 0) <= (innermost.iter.end_lineno or 0)
+
+    def called(self, path: str) -> str:
+        """What the script calls a path of the function. The object of a method that a turn calls has another name
+        there."""
+        is_own = self.begun is None and root_of(path) == "self" != path
+        return _name_of(self.values.of("self")) + path[len("self") :] if is_own else path
+
 
 def _running(frame: FrameType, begun: int | None) -> RunningFunction | None:
     function = function_of(frame.f_code, frame.f_globals)
@@ -120,42 +159,174 @@ def _running(frame: FrameType, begun: int | None) -> RunningFunction | None:
     return RunningFunction(frame, function, values, begun, within, turns)
 
 
-def _carried_in(each: RunningFunction, named: Named, functions: Collection[Function]) -> Carries:
-    """What a function carries. `functions`: all that are running, each of which is looked into."""
-    values, turns = each.values, each.turns
-    innermost = turns[-1] if turns else None
-    reads = isinstance(innermost, ast.For) and (each.begun or 0) <= (innermost.iter.end_lineno or 0)
-    sources = sources_in(turns)
-    paths = [*called_in(turns), *sources]
-    helpers = {path: helper for path in paths if (helper := helper_of(path, values)) is not None}
-    found = Flow(each.function, turns, reads, values, named, helpers).found
-    hooks = chain.from_iterable(hooks_of(path, values) for path in paths)
-    helpers |= {f"<hook {i}>": hook for i, hook in enumerate(hooks)}
-    for called, helper in helpers.items():
-        for path, line in _carried_by(helper, named, gives=called in sources).items():
-            if not named.has(values, path, values.of(path)):
-                found.carried.setdefault(path, line)
-    for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
-        is_state = helper.owner and helper.function not in functions
-        if is_state and any(path.startswith(f"{helper.owner}.") for path in found.carried):
-            written = helper.writes.items()
-            found.carried |= {path: at for path, at in written if not named.has(values, path, values.of(path))}
-    return found
+def _name_of(owner: Any) -> str:
+    """What the script calls the object whose method a function is, or the class."""
+    return name_of(owner).partition(".")[2] or (owner if isinstance(owner, type) else type(owner)).__name__
 
 
-def _carried_by(helper: Helper, named: Named, *, gives: bool = False) -> dict[str, int]:
-    """What a helper, and those that it calls, carry from call to call, by the paths of the caller, with lines."""
-    known = RunningValues(helper.names)
-    found = Flow(helper.function, [], False, known, named, helper.calls, gives).found.carried
-    for inner in helper.calls.values():
-        found |= _carried_by(inner, named)
-    called = {path: helper.called_outside(path) for path in found if not named.has(known, path, known.of(path))}
-    return {outside: found[path] for path, outside in called.items() if outside}
+class Following:
+    """Follows what is carried at one moment.
+
+    Args:
+        at: where functions were as the step began.
+        calls: the functions that have run since the step before.
+    """
+
+    def __init__(self, at: Mapping[FrameType, int], calls: Collection[Call]) -> None:
+        self._named = Named([*entered])
+        self._calls = calls
+        # Ids of the objects that were made since the step before; only ids of living objects are compared with them.
+        self._made = {id(call.owner()) for call in calls if call.code.co_name == "__init__"}
+        self._running = [each for frame in users_frames() if (each := _running(frame, at.get(frame))) is not None]
+        self._functions = [each.function for each in self._running]  # each of them is looked into
+        self._called: list[Function] = []  # by these, and looked into on the way
+        self._returned: Returned = {}  # is found first, and then read by every `Flow`
+        # What functions update from what it was, by who holds it, as others may read it: what gives its name, and the
+        # line.
+        self._kept: dict[tuple[object, str], tuple[Callable[[], str], int]] = {}
+
+    def all(self) -> Carries:
+        """What all functions carry."""
+        ran = [(call, helper) for call in self._calls if (helper := helper_called(call)) is not None]
+        self._returned = self._returned_by(ran)
+        by_library = set(frames_called_by_a_library())
+        innermost = [each for each in self._running if each.frame in by_library]
+        if any(each.turns for each in innermost):
+            innermost = []
+        found = Carries(is_called=bool(innermost))
+        has_pass = False
+        for each in self._running:
+            if each.turns or each.begun is None or (each in innermost and each.within is None):
+                found.add(self._in_running(each, has_pass))
+            has_pass |= each.reads
+            if each.within is not None:
+                break  # what is further out trains more than once
+        for call, helper in ran:
+            one = self._in_helper(helper, call.gives, partial(self._name_in_script, call))
+            if helper.function not in (*self._functions, *self._called):
+                found.add(one)
+        for call, helper in ran:
+            found.add(Carries(self._read_in(helper, call.gives)))
+        found.carried.pop("", None)  # what the caller has no name for
+        return found
+
+    def _name_in_script(self, call: Call, path: str) -> str:
+        """What the script calls a path of the object of a call, or of a module that is given to it; empty if the object
+        was made since the step before, and has no name: each turn makes its own, and carries nothing in it."""
+        root, code = root_of(path), call.code
+        if root == UNNAMED:
+            owner = call.owner()
+            is_new = id(owner) in self._made and not name_of(owner)
+            return "" if is_new else _name_of(owner) + path[len(root) :]
+        if root in call.known and root in code.co_varnames[: code.co_argcount]:
+            return (name_of(call.known[root]).partition(".")[2] or root) + path[len(root) :]
+        return path
+
+    def _returned_by(self, ran: Collection[tuple[Call, Helper]]) -> Returned:
+        """What the results of the functions that ran depend on, of what these carry from call to call."""
+        found: dict[tuple[Function, str], dict[str, int]] = {}
+        for call, helper in ran:
+            carried = self._in_helper(helper, True, partial(self._name_in_script, call)).carried
+            caller = function_of(call.caller, call.variables) if carried else None
+            if caller is not None:
+                found.setdefault((caller, call.code.co_name), {}).update(carried)
+        return found
+
+    def _returned_to(self, running: Function | None = None) -> Returned:
+        """What was returned to this function, and to those that do not run now: of the others that do, variables tell
+        more than names."""
+        wanted = [key for key in self._returned if key[0] is running or key[0] not in self._functions]
+        return {key: self._returned[key] for key in wanted}
+
+    def _in_running(self, each: RunningFunction, has_pass: bool) -> Carries:
+        """What a function that is running carries, by the names of the script. `has_pass`: whether a function that it
+        calls goes through the batches."""
+        values, turns = each.values, each.turns
+        top = turns[-1].lineno if each.reads else (each.begun or 0) * has_pass
+        sources = sources_in(turns)
+        paths = [*called_in(turns), *sources]
+        helpers = {path: helper for path in paths if (helper := helper_of(path, values)) is not None}
+        returned = self._returned_to(each.function)
+        flow = Flow(each.function, values, self._named, helpers, turns=turns, top=top, returned=returned)
+        self._note_kept(flow, values, each.called)
+        for call in self._calls:
+            if call.code.co_name == LAMBDA and call.gives and call.variables is each.frame.f_globals:
+                flow.is_read_in(call.code)
+        self._called += (part for helper in helpers.values() for part in helper.functions())
+        found = flow.found
+        for called, helper in helpers.items():
+            inner = self._in_helper(helper, called in sources)
+            inner.carried = self._uncaptured(values, inner.carried)
+            found.add(inner)
+        for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
+            is_state = helper.owner and helper.function not in self._functions
+            if is_state and any(path.startswith(f"{helper.owner}.") for path in found.carried):
+                found.carried |= self._uncaptured(values, helper.writes)
+        for owner in {path.rpartition(".")[0] for path in found.carried} - {""}:
+            within = [path for path in found.carried if path.startswith(f"{owner}.")]
+            if len(within) >= SEVERAL and _stands_alone(values.of(owner)):
+                found.objects[owner] = min(found.carried.pop(path) for path in within)
+        carried, iterators = _by_kind(values, found.carried)
+        found.carried = renamed(carried, each.called)
+        found.iterators |= renamed(iterators, each.called)
+        return found
+
+    def _in_helper(self, helper: Helper, gives: bool = False, called: Callable[[str], str] = str) -> Carries:
+        """What a helper, and those that it calls, carry from call to call, and update. `called`: what the script calls
+        a path of the caller."""
+
+        def outside(path: str) -> str:
+            outer = helper.called_outside(path)
+            return outer and called(outer)
+
+        values, returned = helper.values, self._returned_to()
+        flow = Flow(helper.function, values, self._named, helper.calls, gives=gives, returned=returned)
+        self._note_kept(flow, values, outside)
+        carried, iterators = _by_kind(values, self._uncaptured(values, flow.found.carried))
+        updated = renamed(flow.found.updated, outside)
+        found = Carries(renamed(carried, outside), renamed(iterators, outside), updated)
+        for inner in helper.calls.values():
+            found.add(self._in_helper(inner, called=outside))
+        return found
+
+    def _note_kept(self, flow: Flow, values: RunningValues, called: Callable[[str], str]) -> None:
+        """`called`: what the script calls a path of the function."""
+        for path, line in flow.kept().items():
+            if (place := _place_of(values, path)) is not None:
+                self._kept.setdefault(place, (partial(called, path), line))
+
+    def _read_in(self, helper: Helper, gives: bool) -> dict[str, int]:
+        """What a function reads that others keep, and its steps depend on."""
+        values, returned, is_outside = helper.values, self._returned_to(), outlives(helper.function)
+        paths = {path_of(each) for each in parts_of(helper.function)} - {""}
+        known = [path for path in paths if is_outside(path) and root_of(path) not in helper.arguments]
+        read = {path: self._kept[place] for path in known if (place := _place_of(values, path)) in self._kept}
+        flow = Flow(helper.function, values, self._named, {}, gives=gives, given=sorted(read), returned=returned)
+        carried, _ = _by_kind(values, {path: read[path][1] for path in flow.found.carried.keys() & read.keys()})
+        return {read[path][0](): line for path, line in carried.items()}
+
+    def _uncaptured(self, values: RunningValues, paths: Mapping[str, int]) -> dict[str, int]:
+        """Those of the paths that stand for nothing that is captured."""
+        return {path: line for path, line in paths.items() if not self._named.has(values, path, values.of(path))}
+
+
+def _by_kind(values: RunningValues, carried: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """What is carried, and, apart from that, the iterators that are read on; see `Carries`."""
+    read_on = {path: values.of(path) for path in carried if reads_on(values.of(path))}
+    iterators = {f"{path}[i]" if isinstance(held, PLAIN) else path: carried[path] for path, held in read_on.items()}
+    return {path: line for path, line in carried.items() if path not in read_on}, iterators
+
+
+def _stands_alone(value: Any) -> bool:
+    """Whether an object, such as an environment or a buffer of experience, has nothing that is kept in another way."""
+    held = [value, *getattr(value, "__dict__", {}).values()]
+    return value is not MISSING and not any(isinstance(each, KEPT) or is_ours(each) for each in held)
 
 
 def lines_for(found: Carries) -> list[str]:
     """The lines that name what is carried."""
     lines = dict.fromkeys(f'snap.track("{path.rpartition(".")[2]}", tensors={path})' for path in found.updated)
+    lines |= dict.fromkeys(map(line_for_object, found.objects))
     loose = [path for path in found.carried if root_of(path) == path]
     if loose:
         kept = ", ".join(f'"{path}": {path}' for path in loose)

@@ -30,7 +30,6 @@ class Data:
     Attributes:
         name: tells the sources of a job apart; the same in every run.
         read_s: how long the source was read, in seconds. clock: by what that is timed.
-        is_position_known: whether the loop has asked for `position`.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Data:
         """
         self.name = name
         self.exact = exact
-        self.is_position_known = False
         self.read_s, self.clock = 0.0, MACHINE.monotonic
         self._mark = mark
         self._begin = begin
@@ -101,11 +99,6 @@ class Data:
     @property
     def position(self) -> int:
         """How many batches of the current pass were given."""
-        self.is_position_known = True
-        return self._number
-
-    @property
-    def _number(self) -> int:
         return 0 if self._left else self._reader.place.taken
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
@@ -120,7 +113,7 @@ class Data:
         return map(partial(self._numbered, start), self)  # a loop here would keep a batch in memory
 
     def _numbered(self, start: int, batch: Any) -> tuple[int, Any]:
-        return start + self._number - 1, batch
+        return start + self.position - 1, batch
 
     def epoch(self) -> int:
         """How many passes are finished."""

@@ -7,18 +7,18 @@ once.
 from __future__ import annotations
 
 import ast
-import dis
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.snapshot.state.walk import is_users_own, package_of
-from holdfast.snapshot.step.script import FED, MISSING, Helper, Named, RunningValues, is_ours
+from holdfast.snapshot.step.script import FED, MISSING, Helper, Named, RunningValues, is_ours, read_by, read_in
 from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
@@ -29,16 +29,29 @@ from holdfast.snapshot.step.syntax import (
     innermost_path,
     name_of_call,
     outlives,
+    owners_of,
+    parts_of,
     path_of,
     root_of,
+    taken_in,
 )
 
 Origins = frozenset[str]
 
 NONE: Origins = frozenset()
 
-KNOWN_TO_US: Origins = frozenset({"<holdfast>"})
-"""Origin of a value that the hook gave, such as ``snap.step``: a restart finds it again."""
+Returned = Mapping[tuple[Function, str], Mapping[str, int]]
+"""By function, and the name that it calls another by: what the other's result depends on, of what that carries from
+call to call, by the names of the script, with lines."""
+
+PASS: Origins = frozenset({"<pass>"})
+"""Origin of ``snap.epoch``, which tells the pass, and not the place in it."""
+
+PLACE: Origins = frozenset({"<holdfast>"})
+"""Origin of what else the hook gave, such as ``snap.step``."""
+
+KNOWN_TO_US = PASS | PLACE
+"""Origins of what a restart finds again."""
 
 NUMBER = "<number of a batch>"
 """Origin of what the built-in ``enumerate`` counts."""
@@ -51,14 +64,20 @@ ASIDE = re.compile(
 ACTS = frozenset({"step", "backward", "load_state_dict", "add_param_group", "requires_grad_"})
 """Methods with which a script trains. Which of them are called, may depend on a value, too."""
 
-IN_PLACE = frozenset({"copy_", "add_", "mul_", "sub_", "lerp_", "fill_", "zero_", "clamp_"})
-"""Methods that change a tensor."""
+TRAINED = frozenset({"param_groups", "params", "parameters", "named_parameters", "modules", "named_modules"})
+"""Names of what a loop over parts of a model, or of an optimizer, goes through."""
+
+GRADELESS = frozenset({"no_grad", "inference_mode"})
+"""A module that is called in such a block trains nothing by itself."""
 
 UPDATES = frozenset({"update", "update_parameters", "load_state_dict"})
 """Methods that change a module."""
 
 TRAINS_BY = frozenset({"backward", "grad", "clip_grad_norm_", "clip_grad_value_"})
 """Functions whose arguments decide what a step does."""
+
+DRAWS = re.compile("rand|normal(_|$)|uniform|bernoulli|multinomial|shuffle|choice|permut|sample|generat")
+"""A function with such a name draws random numbers. If it is called at other times, later steps draw others."""
 
 
 @dataclass(slots=True)
@@ -70,19 +89,30 @@ class Carries:
         iterators: as `carried`, iterators that steps read on from, as ``name[i]`` those in containers; `Flow` has them
             in `carried`.
         updated: modules that a turn updates, and that are not captured, with the line.
+        objects: as `carried`, objects of which several attributes are carried; `Flow` has those in `carried`.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
         passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
         skips: whether the function passes over turns by what the hook tells, and so brings everything to its place.
+        again: lines at the top of a pass that change what is trained by what it was.
+        is_called: whether the loop is a library's, which calls the user's functions.
     """
 
     carried: dict[str, int] = field(default_factory=dict)
     iterators: dict[str, int] = field(default_factory=dict)
     updated: dict[str, int] = field(default_factory=dict)
+    objects: dict[str, int] = field(default_factory=dict)
     counts: set[int] = field(default_factory=set)
+    again: set[int] = field(default_factory=set)
     numbered: bool = False
     passes: bool = False
     skips: bool = False
+    is_called: bool = False
+
+    def add(self, other: Carries) -> None:
+        """Add what another function carries. The line that is known already stays."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name) | getattr(self, name))
 
 
 class Flow:
@@ -90,47 +120,60 @@ class Flow:
 
     Args:
         function: its source.
-        turns: its loops that a turn of the training is in, from the outermost inwards. Without any, the function is
-            called in each turn, and only what outlives the call is carried.
-        reads: whether the innermost of them goes through the batches.
         values: the values of its variables as it runs.
         named: what is captured, or is no state.
         helpers: the functions that it calls, by the paths that it calls them by.
-        gives: whether what the function yields or returns is a batch.
+        turns: its loops that a turn of the training is in, from the outermost inwards. Without any, the function is
+            called in each turn, and only what outlives the call is carried.
+        top: the line above which they are at the top of a pass over batches, if they or what they call make one.
+        gives: whether what the function yields or returns is a batch, or goes into a step otherwise.
         given: arguments, and other paths, to which its caller has given values; they count as carried.
+        returned: what has run, for calls whose function has no path here, as ``phases[i].step()``.
     """
 
     def __init__(
         self,
         function: Function,
-        turns: list[ast.For | ast.While],
-        reads: bool,
         values: RunningValues,
         named: Named,
         helpers: Mapping[str, Helper],
+        *,
+        turns: Sequence[ast.For | ast.While] = (),
+        top: int = 0,
         gives: bool = False,
-        given: Iterable[str] = (),
+        given: Collection[str] = (),
+        returned: Returned = MappingProxyType({}),
     ) -> None:
         self.found = Carries()
+        self._function = function
+        self._given = {*given}
+        self._returned = returned
         self._values = values
         self._value_of = values.of
         self._named = named
         self._turns = turns
-        self._reads = reads
+        self._top = top
         self._helpers = helpers
         self._gives = gives
-        self._used: dict[str, set[str]] = {}  # see `_used_by`
+        self._within: dict[str, Flow] = {}  # see `_inside`
         self._lines = dict.fromkeys(given, 0) | self._assigned_in(turns or [function])
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._state: dict[str, Origins] = {}
         self._loops: list[ast.AST] = []
+        self._counting: set[ast.AST] = set()  # turns that the script counts, and not the hook
         self._decided: Origins = NONE  # what decides whether this statement runs
+        self._told: dict[str, Origins] = {}  # by object, what decides whether it is told something
+        self._evaluated: set[str] = set()  # modules that are in eval mode here
+        self._is_graded = True
+        self._parts: set[str] = set()  # variables of loops over what is trained
         self._shared = globals_of(function)
+        self._taken = taken_in(parts_of(function))
         outside = (lambda path: False) if turns else outlives(function)
         for _ in range(1 if turns else 2):  # what a call leaves reaches the next one
             self._state = {path: origins for path, origins in self._state.items() if outside(path)}
-            self._carry([*filter(outside, self._lines), *given])
+            self._carry([*filter(outside, self._lines), *self._given])
             self._block(function.body)
+            self._reaches(frozenset(filter(self._feeds, self._state)))
 
     def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
         """As `assigned_in`, with what the functions assign that are called there."""
@@ -142,6 +185,8 @@ class Flow:
 
     def _carry(self, paths: Iterable[str]) -> None:
         for path in paths:
+            if root_of(path) != path and self._value_of(root_of(path)) is MISSING:
+                continue  # no turn has come there
             if not self._named.has(self._values, path, self._value_of(path)):
                 self._state[path] = self._state.get(path, NONE) | {path}
 
@@ -150,7 +195,9 @@ class Flow:
     def _block(self, body: Iterable[ast.stmt]) -> None:
         decided = self._decided
         for statement in body:
-            if isinstance(statement, ast.If):
+            if isinstance(statement, ast.If) and (settled := self._settled(statement.test)) is not None:
+                self._block(statement.body if settled else statement.orelse)
+            elif isinstance(statement, ast.If):
                 tested = self._choose(statement)
                 if any(isinstance(each, ast.Return) for each in statement.body):  # it decides about the rest, too
                     self._decided |= tested - KNOWN_TO_US
@@ -169,15 +216,20 @@ class Flow:
             case ast.AnnAssign(value=ast.expr() as value):
                 self._assign(node.target, self._expression(value), value)
             case ast.AugAssign():
+                if isinstance(node.target, ast.Subscript | ast.Attribute) and self._is_trained(node.target.value):
+                    self._note_again(node.lineno)
                 self._assign(node.target, self._expression(node.value) | self._origins(node.target))
             case ast.For() | ast.AsyncFor() | ast.While():
                 self._loop(node)
             case ast.With() | ast.AsyncWith():
+                is_graded = self._is_graded
                 for item in node.items:
+                    self._is_graded &= _last_name(getattr(item.context_expr, "func", node)) not in GRADELESS
                     origins = self._expression(item.context_expr)
                     if item.optional_vars is not None:
                         self._assign(item.optional_vars, origins)
                 self._block(node.body)
+                self._is_graded = is_graded
             case ast.Try():
                 self._block(node.body)
                 self._either([*([handler.body for handler in node.handlers]), []])
@@ -188,11 +240,11 @@ class Flow:
             case ast.Break() | ast.Continue():
                 self._jump(isinstance(node, ast.Continue))
             case _:
-                for each in ast.iter_child_nodes(node):
-                    if isinstance(each, ast.expr):
-                        self._expression(each)
+                found = [self._expression(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
                 if isinstance(node, ast.Return) and self._turns and self._loops:
                     self._reaches(self._decided)
+                elif isinstance(node, ast.Return) and self._gives and found:
+                    self._reaches(self._decided.union(*found))
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         is_turn = node in self._turns
@@ -204,6 +256,7 @@ class Flow:
             if is_turn:
                 self._carry(self._candidates[node])
             if isinstance(node, ast.While):
+                self._counting |= {node} & {*self._turns}
                 tested = self._expression(node.test)
                 if is_turn:
                     self._reaches(tested)
@@ -215,19 +268,29 @@ class Flow:
 
     def _each_of(self, node: ast.For | ast.AsyncFor, is_turn: bool) -> None:
         origins = self._expression(node.iter)
+        if _seeds(self._value_of(path_of(node.iter))):
+            self._reaches(self._decided)
         calls = [each for each in ast.walk(node.iter) if isinstance(each, ast.Call)]
-        if is_turn and not origins & KNOWN_TO_US and {"range", "trange"} & set(map(name_of_call, calls)):
+        if is_turn and not origins & KNOWN_TO_US:
+            self._counting.add(node)
+        is_range = _is_range(self._value_of(path_of(node.iter))) or {"range", "trange"} & set(map(name_of_call, calls))
+        if node in self._counting and is_range:
             self.found.counts.add(node.lineno)
-        if is_turn and any(isinstance(each, ast.Attribute) and each.attr == "epoch" for each in ast.walk(node.iter)):
-            self.found.passes |= bool(origins & KNOWN_TO_US)
+        self.found.passes |= is_turn and bool(origins & PASS)
+        if not TRAINED.isdisjoint(map(_last_name, ast.walk(node.iter))) or any(map(self._is_part, ast.walk(node.iter))):
+            self._parts |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
         self._assign(node.target, origins)
         counted = next(filter(self._is_enumerate, calls), None)
-        is_target = counted is not None and self._reads and node is self._turns[-1]
+        is_target = counted is not None and is_turn and node.lineno == self._top
         if counted is not None and is_target and isinstance(node.target, ast.Tuple):
             begins = [*counted.args[1:], *(each.value for each in counted.keywords)]
             goes_on = any(name_of_call(each) == "enumerate" and isinstance(each.func, ast.Attribute) for each in calls)
-            if not goes_on and not any(self._expression(each) & KNOWN_TO_US for each in begins):
+            if not goes_on and not any(self._expression(each) & PLACE for each in begins):
                 self._assign(node.target.elts[0], frozenset({NUMBER}))
+
+    def _is_part(self, node: ast.AST | None) -> bool:
+        """Whether it is a variable of a loop over what is trained, or is read from one."""
+        return isinstance(node, ast.expr) and root_of(innermost_path(node)) in self._parts
 
     def _is_enumerate(self, call: ast.Call) -> bool:
         """Whether it calls the built-in function, by whatever name."""
@@ -239,9 +302,22 @@ class Flow:
         """Returns where what is tested comes from."""
         tested = self._expression(node.test)
         if tested & KNOWN_TO_US and any(isinstance(each, ast.Continue) for each in node.body):
-            self.found.skips = True
+            self.found.skips |= bool(self._loops) and self._loops[-1] in self._counting
+        if any(isinstance(each, ast.Break | ast.Return) for each in node.body):
+            asked = [each.func for each in ast.walk(node.test) if isinstance(each, ast.Call)]
+            tested = tested.union(*(self._told.get(path_of(each).rpartition(".")[0], NONE) for each in asked))
         self._either([node.body, node.orelse], tested)
         return tested
+
+    def _settled(self, test: ast.expr) -> bool | None:
+        """What an option says that no turn changes, such as ``args.dry_run``; None: it is no option."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self._settled(test.operand)
+            return None if inner is None else not inner
+        path = path_of(test)
+        value = self._value_of(path)
+        changes = any(each in self._lines or self._state.get(each) for each in (path, *owners_of(path)))
+        return bool(value) if isinstance(value, bool | None) and not changes else None
 
     def _either(self, bodies: Iterable[list[ast.stmt]], tested: Origins = NONE) -> None:
         """One of these blocks runs, as what was `tested` decides."""
@@ -254,6 +330,22 @@ class Flow:
             for path, origins in self._state.items():
                 after[path] = after.get(path, NONE) | origins
         self._state, self._decided = after, decided
+
+    def _feeds(self, path: str) -> bool:
+        """Whether it belongs to what data is read through, and is no part of the place there."""
+        owners = [self._value_of(each) for each in owners_of(path)]
+        is_of_data = any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners)
+        return is_of_data and not self._named.has(self._values, path, self._value_of(path))
+
+    def _note_again(self, line: int) -> None:
+        """What is trained is changed here by what it was. At the top of a pass, note it: a restart that goes on in the
+        middle of that pass does it again."""
+        if line < self._top and any(each in self._turns for each in self._loops):
+            self.found.again.add(line)
+
+    def _is_trained(self, node: ast.expr) -> bool:
+        """Whether it is a model, an optimizer or a part of one."""
+        return _trains(self._value_of(path_of(node))) or self._is_part(node)
 
     def _jump(self, is_continue: bool) -> None:
         if self._loops and self._loops[-1] in self._turns and not (is_continue and self._decided & KNOWN_TO_US):
@@ -276,7 +368,8 @@ class Flow:
                 del self._state[inner]
         elif isinstance(target, ast.Attribute | ast.Subscript):
             changed = self._value_of(path_of(target.value))
-            if self._trains(changed) or (changed is MISSING and path.endswith(("['lr']", ".grad"))):
+            is_part = changed is MISSING and (path.endswith(("['lr']", ".grad")) or self._is_part(target.value))
+            if _trains(changed) or is_part:
                 self._reaches(origins)
             if not path:
                 origins |= self._expression(target.slice) if isinstance(target, ast.Subscript) else NONE
@@ -307,36 +400,45 @@ class Flow:
     def _origins(self, node: ast.AST) -> Origins:
         found: set[str] = set()
         bound = {path_of(each) for each in bound_in(ast.walk(node))}
+        entered = {each.value for each in ast.walk(node) if isinstance(each, ast.Attribute | ast.Subscript)}
+        of_pass = {each.value for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr == "epoch"}
         for each in ast.walk(node):
             path = path_of(each)
             if path and root_of(path) not in bound:
                 found |= self._state.get(path, NONE)
+                if each not in entered:  # a container is used whole, or an object of the script
+                    parts = (f"{path}[", f"{path}.") if path != "self" else (f"{path}[",)
+                    found = found.union(*(self._state[inner] for inner in self._state if inner.startswith(parts)))
                 value = self._value_of(path)
                 if is_ours(value):
-                    found |= KNOWN_TO_US
+                    found |= PASS if each in of_pass else PLACE
                 elif isinstance(value, FED):
                     self._lines.setdefault(path, getattr(each, "lineno", 0))
                     found.add(path)
-                elif isinstance(value, FunctionType | MethodType):
-                    found |= self._read_by(path, value)
+                elif callable(value) and not isinstance(value, type | torch.nn.Module):
+                    found |= self._read_through(*read_by(path, value, self._shared))
+            if isinstance(each, ast.Call) and self._value_of(path_of(each.func)) is MISSING:
+                others = self._returned.get((self._function, name_of_call(each)), {})
+                self._lines = {**others, **self._lines}
+                found |= others.keys()
         return frozenset(found)
 
-    def _read_by(self, path: str, function: FunctionType | MethodType) -> Origins:
-        """What a function of the user reads beside its arguments."""
-        if not is_users_own(function):
-            return NONE
-        code = function.__code__ if isinstance(function, FunctionType) else getattr(function.__func__, "__code__", None)
-        if code is None:
-            return NONE
-        owner = path.rpartition(".")[0]
-        names, attributes = _read_in(code)
-        known = {owner, *code.co_freevars, *names & self._shared} - {""}
+    def _read_through(self, roots: Collection[str], attributes: Collection[str]) -> Origins:
+        """What is read by whoever knows these paths, and reads only these attributes."""
 
         def is_read(path: str) -> bool:
-            inner = [path[len(root) :] for root in known if f"{path}.".startswith(f"{root}.")]
-            return any(attributes.issuperset(filter(None, each.split("."))) for each in inner)
+            inner = [path[len(root) :] for root in roots if path == root or path.startswith((f"{root}.", f"{root}["))]
+            return any(set(re.findall(r"\.(\w+)", each)).issubset(attributes) for each in inner)
 
-        return frozenset().union(*(origins for path, origins in self._state.items() if is_read(path)))
+        return NONE.union(*(origins for path, origins in self._state.items() if is_read(path)))
+
+    def kept(self) -> dict[str, int]:
+        """What the function updates from what it was, and so keeps for others, too; with lines."""
+        return {path: line for path, line in self._lines.items() if line and path in self._state.get(path, NONE)}
+
+    def is_read_in(self, code: CodeType) -> None:
+        """A function that torch calls for a step reads what this one leaves."""
+        self._reaches(self._read_through(*read_in(code, self._shared)))
 
     def _call(self, node: ast.Call) -> None:
         name = name_of_call(node)
@@ -348,40 +450,96 @@ class Flow:
         called = self._value_of(function)
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         owner = MISSING if receiver is None else self._value_of(path_of(receiver))
-        trains = self._trains(called) or self._trains(owner)
-        if name in UPDATES and self._is_in_turn and receiver is not None and self._named.is_foreign(owner):
-            self.found.updated.setdefault(path_of(receiver), node.lineno)
+        trains = _trains(called) or _trains(owner)
+        if not self._is_graded and isinstance(called, torch.nn.Module):
+            trains = self._is_training(function) and any(each._buffers for each in called.modules())
+        adds = function in self._helpers and any(map(_adds_parameters, ast.walk(self._helpers[function].function)))
+        moves_on = name == "step" and isinstance(owner, LRScheduler)
+        if adds or moves_on or (_adds_parameters(node) and trains):
+            self._note_again(node.lineno)
+        if receiver is not None and self._is_in_turn:
+            path = path_of(receiver) if name in UPDATES else self._taken.get(root_of(innermost_path(receiver)), "")
+            if (name in UPDATES or name.endswith("_")) and self._named.is_foreign(self._value_of(path)):
+                self.found.updated.setdefault(path, node.lineno)
+        if receiver is not None and isinstance(owner, torch.nn.Module) and name in ("eval", "train"):
+            change = self._evaluated.add if name == "eval" else self._evaluated.discard
+            change(path_of(receiver))
+        if self._decided and (path := path_of(receiver or node)) and not ASIDE.search(name.lower()):
+            self._told[path] = self._told.get(path, NONE) | self._decided
+        if self._decided and self._leaves_traces(node, function, given):
+            self._reaches(self._decided)
         if ASIDE.search(name.lower()):
             return
         of_user = isinstance(called, FunctionType | MethodType) and is_users_own(called) and not is_ours(owner)
-        takes = of_user and any(self._trains(self._value_of(path_of(each))) for each in given)
+        takes = of_user and any(_trains(self._value_of(path_of(each))) for each in given)
         if (helper := self._helpers.get(function)) is not None:
             by_name = dict(zip(helper.arguments, node.args, strict=False))
             by_name |= {each.arg: each.value for each in node.keywords if each.arg}
-            for path in self._used_by(function, helper):
+            if self._is_in_turn:
+                self._note_updated(helper, by_name, node.lineno)
+            inside = self._inside(function, helper)
+            for path in inside.used():
                 if path in by_name:
                     self._reaches(self._origins(by_name[path]))
                 elif path not in helper.arguments:
                     self._reaches(self._state.get(helper.called_outside(path), NONE))
+            for path in self._state.keys() & map(helper.called_outside, inside.renewed() - {*helper.arguments}):
+                self._state[path] = self._decided
         is_gradient = isinstance(receiver, ast.Attribute) and receiver.attr == "grad"
-        if name in TRAINS_BY or trains or takes or (is_gradient and name in IN_PLACE):
+        in_place = name.endswith("_")
+        sets_part = in_place and (is_gradient or self._is_part(receiver))
+        if name in TRAINS_BY or trains or takes or sets_part:
             self._reaches(frozenset().union(*map(self._origins, given)))
-        if name == "backward" and receiver is not None:
-            self._reaches(self._origins(receiver))
         acts = name in ACTS and (trains or owner is MISSING or isinstance(owner, torch.Tensor))
-        if acts or takes or (name in IN_PLACE and isinstance(owner, torch.Tensor)):
+        if receiver is not None and (acts or name == "backward") and (chosen := self._origins(receiver) - KNOWN_TO_US):
+            which = {path_of(receiver)} & self._lines.keys() if _trains(owner) else ()  # one of several
+            self._reaches(chosen.union(which))
+        if acts or takes or sets_part or (in_place and isinstance(owner, torch.Tensor)):
             self._reaches(self._decided)
 
-    def _used_by(self, called: str, helper: Helper) -> set[str]:
-        """Which arguments of a helper, and which of the paths that are assigned here, reach a step in it, by its own
-        paths."""
-        if called not in self._used:
+    def _leaves_traces(self, node: ast.Call, function: str, given: Iterable[ast.expr]) -> bool:
+        """Whether a call, however little it has to do with the training, changes what later steps compute if it comes
+        at another time: it draws random numbers, as every new iterator of a loader does, or runs a module in training
+        mode that draws or changes buffers."""
+        called = self._value_of(function)
+        if isinstance(called, torch.nn.Module):
+            return self._is_training(function) and any(_rate_of(each) or each._buffers for each in called.modules())
+        if DRAWS.search(name_of_call(node).lower()) or any(_seeds(self._value_of(path_of(each))) for each in given):
+            return True
+        helper = self._helpers.get(function)
+        return helper is not None and helper.reads(_seeds)
+
+    def _is_training(self, module: str) -> bool:
+        return self._value_of(module).training and module not in self._evaluated
+
+    def _note_updated(self, helper: Helper, given: Mapping[str, ast.expr], line: int) -> None:
+        """Note which of the modules that are given to a helper it updates, as what fills a target network does."""
+        values = {name: self._value_of(path_of(each)) for name, each in given.items()}
+        if any(map(self._named.is_foreign, values.values())):
+            found = Flow(helper.function, helper.values.given(values), self._named, helper.calls).found
+            for path in given.keys() & found.updated.keys():
+                self.found.updated.setdefault(path_of(given[path]), line)
+
+    def _inside(self, called: str, helper: Helper) -> Flow:
+        """Follows its arguments, and the paths that are assigned here, through a helper, by its own paths."""
+        if called not in self._within:
             inside = (helper.called_inside(path, self._shared) for path in self._lines)
             given = {*helper.arguments, *inside} - {""}
-            known = RunningValues(helper.names)
-            found = Flow(helper.function, [], False, known, self._named, helper.calls, given=sorted(given)).found
-            self._used[called] = given & found.carried.keys()
-        return self._used[called]
+            known, returned = helper.values, self._returned
+            flow = Flow(helper.function, known, self._named, helper.calls, given=sorted(given), returned=returned)
+            self._within[called] = flow
+        return self._within[called]
+
+    def used(self) -> set[str]:
+        """The given paths that reach a step."""
+        return self._given & self.found.carried.keys()
+
+    def renewed(self) -> set[str]:
+        """The given paths that each call sets anew, whatever they were, as what resets an environment does."""
+        ends = {each for each in parts_of(self._function) if isinstance(each, ast.Return | ast.Yield | ast.YieldFrom)}
+        if ends - {*self._function.body[-1:]}:
+            return set()  # a call may end before it comes to them, or be only the first part of the function
+        return {path for path in self._given if path in self._state and not self._state[path]}
 
     def _reaches(self, origins: Origins) -> None:
         """A value reaches a step."""
@@ -391,20 +549,39 @@ class Flow:
             else:
                 self.found.carried.setdefault(each, self._lines.get(each, 0))
 
-    @staticmethod
-    def _trains(value: Any) -> bool:
-        """Whether an object is a model, an optimizer, a part of one, or a schedule, or a method of such."""
-        owner = getattr(value, "__self__", value) if isinstance(value, MethodType) else value
-        if isinstance(owner, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter):
-            return True
-        if isinstance(owner, dict):
-            return "params" in owner and "lr" in owner
-        return package_of(type(owner).__module__) == "torch" and hasattr(owner, "optimizer")
+
+def _trains(value: Any) -> bool:
+    """Whether an object is a model, an optimizer, a part of one, a schedule, or what data is read through, or a method
+    of such."""
+    owner = getattr(value, "__self__", value) if isinstance(value, MethodType) else value
+    if isinstance(owner, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter | DataLoader | Dataset | Sampler):
+        return True
+    if isinstance(owner, dict):
+        return "params" in owner and "lr" in owner
+    return package_of(type(owner).__module__) == "torch" and hasattr(owner, "optimizer")
 
 
-@lru_cache(maxsize=256)
-def _read_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The global variables that a function reads, and the attributes, of whatever object."""
-    found = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
-    names = frozenset(each.argval for each in found if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return names, frozenset(each.argval for each in found if each.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+def _is_range(value: Any) -> bool:
+    """Whether a value is a range, or tqdm's bar around one."""
+    return isinstance(getattr(value, "__dict__", {}).get("iterable", value), range)
+
+
+def _seeds(value: Any) -> bool:
+    """Whether a value is a loader whose iterators draw their seeds from torch's global generator."""
+    return isinstance(value, DataLoader) and value.generator is None
+
+
+def _adds_parameters(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and name_of_call(node) == "add_param_group"
+
+
+def _rate_of(module: torch.nn.Module) -> float:
+    return module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else 0.0
+
+
+def _last_name(node: ast.AST) -> str:
+    """``c`` for ``a.b.c`` and for ``a["c"]``."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str() as name)):
+            return name
+    return ""

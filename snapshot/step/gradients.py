@@ -60,6 +60,7 @@ class Gradients:
         self._said: set[str] = set()
         self._steps = 0
         self._seen: set[str] = set()
+        self._kept: dict[str, int] = {}  # those of them whose gradients were added to an earlier step's, and when
         self._count = 0
         self._watched = dict(first_trained(modules))
         self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._watched.items()]
@@ -68,6 +69,11 @@ class Gradients:
         """A step has ended."""
         self._steps += 1
         self._turns, self._was_zeroed = 0, False
+        for name, version in self._kept.items():
+            parameter = self._watched[name]
+            if parameter._version != version or self._holds(parameter) is not False:  # else they were zeroed unused
+                self._once(KEPT, name)
+        self._kept.clear()
         self._seen.clear()
 
     def come_round(self) -> None:
@@ -93,11 +99,14 @@ class Gradients:
             self._undo.pop()()
 
     def _watch(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        at_first = parameter._version
+
         def before_it_is_added(gradient: torch.Tensor) -> None:
             if capturing():
                 return  # nothing is computed, and to read a value would ruin the capture
             self._count += 1
-            if self._steps == 0 and self._count == MOST_WITHOUT_A_STEP:
+            is_unchanged = parameter._version == at_first  # else an optimizer steps many times in the first turn
+            if self._steps == 0 and self._count == MOST_WITHOUT_A_STEP and is_unchanged:
                 self._once(NO_STEP, self._count)
             if hasattr(parameter, "main_grad"):
                 return  # Megatron adds them up in `main_grad`, and takes `grad` away here
@@ -107,8 +116,9 @@ class Gradients:
                 return
             held = self._holds(parameter)
             if first and held:
-                self._once(KEPT, name)
+                self._kept[name] = parameter._version
             elif not first and held is False:
+                self._kept.pop(name, None)  # as what a generator leaves in a discriminator is, before that trains
                 self._times_zeroed += 1
                 self._was_zeroed = True
                 if self._steps or self._times_zeroed >= MOST_ZEROED:

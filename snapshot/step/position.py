@@ -28,6 +28,8 @@ class Position:
 
     Attributes:
         declared: whether the loop says where its steps begin.
+        is_in_steps: whether a loop over step numbers is under way.
+        next_turn: number of the turn that begins next.
         sources: sources of batches, by name.
     """
 
@@ -39,7 +41,7 @@ class Position:
             block: the block of the script that the loop is in, for `tree`.
             clock: by what reading data is timed.
         """
-        self.declared = self._in_steps = self._in_data = False
+        self.declared = self.is_in_steps = self._in_data = False
         self.sources: dict[str, Data] = {}
         # Whether some pass, in this process or an earlier one, has ended with gradients that no step used; None: none
         # has ended yet.
@@ -47,17 +49,12 @@ class Position:
         self._block = block
         self._clock = clock
         self._turn: int | None = held.get("turn")
-        self._next_turn = self.number(step)
+        self.next_turn = self.number(step)
         self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
 
     def number(self, step: int) -> int:
         """How many turns the state has behind it, or steps if the loop does not count turns."""
         return step if self._turn is None else self._turn
-
-    @property
-    def next_turn(self) -> int:
-        """Number of the turn that begins next."""
-        return self._next_turn
 
     @property
     def epoch(self) -> int:
@@ -70,30 +67,25 @@ class Position:
         """Note that the loop says where its steps begin."""
         if not self.declared:
             self.declared = True
-            self._next_turn = max(self._next_turn, step)
+            self.next_turn = max(self.next_turn, step)
 
     def turn_begins(self) -> None:
         """The next turn of a loop that counts turns begins."""
-        self._turn = self._next_turn
-        self._next_turn += 1
+        self._turn = self.next_turn
+        self.next_turn += 1
 
     def steps_begin(self) -> None:
         """A loop over step numbers has begun."""
-        self._in_steps = True
+        self.is_in_steps = True
 
     def batch_begins(self) -> None:
         """The next batch of a source is given."""
         self._in_data = True
 
     @property
-    def is_in_steps(self) -> bool:
-        """Whether a loop over step numbers is under way."""
-        return self._in_steps
-
-    @property
     def is_under_way(self) -> bool:
         """Whether a loop over step numbers, or over a source, has begun and not reached its end."""
-        return self._in_steps or self._in_data
+        return self.is_in_steps or self._in_data
 
     def pass_over(self, resumed: bool, unused: bool) -> str:
         """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end.
@@ -127,7 +119,7 @@ class Position:
     def steps_over(self) -> None:
         """The loop over step numbers has reached its end: its last turn is over. It need not have read to the end of a
         pass."""
-        self._in_steps = self._in_data = False
+        self.is_in_steps = self._in_data = False
         self._count_last_turn()
 
     def last_turn_ended(self, *, goes_on: bool) -> None:
@@ -143,7 +135,7 @@ class Position:
 
     def _count_last_turn(self) -> None:
         if self._turn is not None:
-            self._turn = self._next_turn
+            self._turn = self.next_turn
 
     def data(self, source: Any, name: str, make: Callable[[Tree | None], Data]) -> Data:
         """The source of that name. A new one is made, from the place that the earlier run saved, if there is one.

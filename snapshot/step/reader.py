@@ -167,9 +167,11 @@ class Reader:
         """
         self._batch_digest = ""
         try:
-            batch = self._first(iterator, expected) if expected else self._fetch(iterator)
+            batch, problem = self._compare(iterator, expected) if expected else (self._fetch(iterator), "")
         except StopIteration:
             return OVER
+        if problem:
+            complain(self._name, self._exact, problem)
         if batch is not OVER:
             self._batch_digest = digest_of_batch(batch)
             if self._first_batch not in ("", self._batch_digest):
@@ -179,7 +181,9 @@ class Reader:
 
     def fetched(self) -> str:
         """Identifies the batch just read, and the random numbers drawn to read it; empty if none was read."""
-        return f"{self._batch_digest}:{_digest(rng.capture())}" if self._batch_digest else ""
+        if not self._batch_digest:
+            return ""
+        return f"{self._batch_digest}:{digest_of(rng.on_host(rng.capture()))}"  # one on a device may not be there yet
 
     def take(self) -> None:
         """The batch just read was given."""
@@ -329,13 +333,6 @@ class Reader:
             where = f"batch {place.taken} of pass {place.epoch}"
             complain(name, self._exact, f"{where} differs from that of the earlier run")
 
-    def _first(self, iterator: Iterator[Any], expected: str) -> Any:
-        """The first batch after a restore; `OVER` if there is none and the place need not be found exactly."""
-        batch, problem = self._compare(iterator, expected)
-        if problem:
-            complain(self._name, self._exact, problem)
-        return batch
-
     def _compare(self, iterator: Iterator[Any], expected: str) -> tuple[Any, str]:
         """The next batch, and how it differs from that of the earlier run; empty if it does not."""
         where = f"batch {self.place.taken + 1} of pass {self.place.epoch}"
@@ -361,8 +358,3 @@ def _place_of(held: Tree, name: str) -> Place:
 def _serves_a_pass(made: list[Any]) -> bool:
     """Whether what was drawn as these loaders made iterators serves only the passes that these began."""
     return bool(made) and not any(map(may_draw, made))
-
-
-def _digest(generators: Tree) -> str:
-    """A digest of the CPU's generators: one on a device may not be there yet."""
-    return digest_of(rng.on_host(generators))

@@ -6,24 +6,27 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dis
 import inspect
 import multiprocessing.queues
 import queue
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import CellType, FunctionType, GeneratorType, MethodType
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.optimizers import has_step_hooks
 from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, package_of, walk
+from holdfast.snapshot.step.calls import LAMBDA, Call
 from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
@@ -35,7 +38,7 @@ from holdfast.snapshot.step.syntax import (
     path_of,
     root_of,
 )
-from holdfast.snapshot.step.variables import is_users_frame
+from holdfast.snapshot.step.variables import is_users_frame, watched
 
 DEEPEST = 2
 """How many calls a helper is followed into."""
@@ -52,6 +55,9 @@ FED = (
     Future,
 )
 """Types of what other threads, tasks and processes leave something in for a step."""
+
+UNNAMED = "<object>"
+"""The path of an object for which there is no name yet."""
 
 MISSING = object()
 """What `RunningValues.of` returns for a name that has no value now."""
@@ -79,6 +85,10 @@ class RunningValues:
             return _entry(self._at(node.value), node.slice.value)
         return MISSING
 
+    def given(self, values: Mapping[str, Any]) -> RunningValues:
+        """The same, with these values of names."""
+        return RunningValues({**self._names, **values})
+
 
 def _attribute(owner: Any, name: str) -> Any:
     held = getattr(owner, "__dict__", {}) if not isinstance(owner, type) else {}
@@ -89,6 +99,7 @@ def _attribute(owner: Any, name: str) -> Any:
             if name in table:
                 return table[name]
     found = inspect.getattr_static(type(owner), name, MISSING)
+    found = found.fget if isinstance(found, property) else found
     return MethodType(found, owner) if isinstance(found, FunctionType) else MISSING
 
 
@@ -104,7 +115,7 @@ class Named:
     """What is captured, or is no state. `adapters`: of the hooks that this process has entered."""
 
     def __init__(self, adapters: Collection[Adapter]) -> None:
-        self._memory = {held for each in adapters for held in each.captured}
+        self._memory = {held for each in adapters for held in each.memory()}
         named = [("", root) for each in adapters for root in each.named()]
         found = [value for _, value, _ in walk(named, is_code, code=True)]
         codes = [each.__code__ for each in found if isinstance(each, FunctionType) and is_users_own(each)]
@@ -128,8 +139,11 @@ class Named:
             return True
         if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in owners):
             return True  # attributes there are looked at as they change
-        if isinstance(value, torch.Tensor):
-            return memory_of(value) in self._memory
+        if isinstance(value, int | float) and any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners):
+            return True  # a part of the place in the data
+        parts = value if isinstance(value, list | tuple) else [value]
+        if parts and all(isinstance(each, torch.Tensor) for each in parts):
+            return self._memory.issuperset(map(memory_of, parts))
         if reads_on(value):
             return False
         return value is not MISSING and not isinstance(value, (*PLAIN, np.generic, np.ndarray))
@@ -141,18 +155,22 @@ def reads_on(value: Any) -> bool:
         value = list(value.values())
     if isinstance(value, list | tuple):
         return any(isinstance(each, _BaseDataLoaderIter) or _knows_its_place(each) for each in value)
-    return _knows_its_place(value)  # a loader's is told by whoever watches these
+    return _knows_its_place(value)
 
 
 def _knows_its_place(value: Any) -> bool:
-    """Whether a value is one of Python's own iterators, a generator of the user's that loops over something or counts,
-    or what others fill ahead. A generator that only draws from torch finds its place again."""
+    """Whether a value is one of Python's own iterators, a loader's that nobody watches, a generator of the user's that
+    loops over something or counts, or what others fill ahead. A generator that only draws from torch finds its place
+    again."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         if frame is None or not is_users_frame(frame):
             return False
         function = function_of(value.gi_code, frame.f_globals)
-        return function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
+        loops = function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
+        return loops or frame.f_code.co_name == "<genexpr>"
+    if isinstance(value, _BaseDataLoaderIter):
+        return value not in watched  # the others are told of as they are read
     python = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
     return python or isinstance(value, FED)
 
@@ -167,7 +185,7 @@ class Helper:
     """A function of the user that a turn calls.
 
     Attributes:
-        function: its source. names: the values that it knows.
+        function: its source. values: those that it knows.
         owner: the path of the object whose method it is; empty if it is none, or the caller has no name for it.
         itself: what the method calls that object; empty if it is none.
         free: its variables that are those of functions around it.
@@ -175,7 +193,7 @@ class Helper:
     """
 
     function: ast.FunctionDef | ast.AsyncFunctionDef
-    names: Mapping[str, Any]
+    values: RunningValues
     owner: str
     itself: str
     free: Collection[str]
@@ -192,12 +210,23 @@ class Helper:
     def writes(self) -> dict[str, int]:
         """What it assigns that outlives the call, by the paths of the caller, with lines."""
         is_kept = outlives(self.function)
-        found = assigned_in(self.function.body)
+        found = assigned_in([self.function])
         for helper in self.calls.values():
             found = helper.writes | found
-        outside = {self.called_outside(path): line for path, line in found.items() if is_kept(path)}
-        outside.pop("", None)
-        return outside
+        return renamed({path: line for path, line in found.items() if is_kept(path)}, self.called_outside)
+
+    def reads(self, wanted: Callable[[Any], bool]) -> bool:
+        """Whether it, or a helper of it, reads such a value."""
+        paths = {path for each in parts_of(self.function) if (path := path_of(each))}
+        return any(wanted(self.values.of(path)) for path in paths) or any(
+            each.reads(wanted) for each in self.calls.values()
+        )
+
+    def functions(self) -> Iterator[Function]:
+        """Itself, and those that it calls."""
+        yield self.function
+        for helper in self.calls.values():
+            yield from helper.functions()
 
     def called_outside(self, path: str) -> str:
         """What the caller calls a path of the function; empty if it has no name for that object."""
@@ -211,6 +240,11 @@ class Helper:
         if self.owner and f"{path}.".startswith(f"{self.owner}."):
             return self.itself + path[len(self.owner) :]
         return path if root_of(path) in {*self.free, *shared} and outlives(self.function)(path) else ""
+
+
+def renamed(paths: Mapping[str, int], called: Callable[[str], str]) -> dict[str, int]:
+    """The same under other names; those without any, which are empty, are left out."""
+    return {name: line for path, line in paths.items() if (name := called(path))}
 
 
 def _content(cell: CellType) -> Any:
@@ -230,14 +264,16 @@ def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helpe
     return _helper(called, owner, deepest)
 
 
-def hooks_of(path: str, values: RunningValues) -> Iterator[Helper]:
-    """The functions of the user's own that an optimizer calls around its step, if a path calls that."""
-    owner, _, name = path.rpartition(".")
-    optimizer = values.of(owner)
-    if name == "step" and has_step_hooks(optimizer):
-        for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
-            if (helper := _helper(hook, "", DEEPEST)) is not None:
-                yield helper
+def helper_called(call: Call) -> Helper | None:
+    """The function that was called, of an object that has no name; None: it has no source, or its object is gone. What
+    it calls itself is not followed: that was called, too."""
+    function, owner = function_of(call.code, call.variables), call.owner()
+    is_gone = bool(call.itself) and owner is None
+    if call.code.co_name == LAMBDA or function is None or isinstance(function, ast.Module) or is_gone or is_ours(owner):
+        return None
+    held = {call.itself: owner} if call.itself else {}
+    names = {**call.variables, **call.known, **held}
+    return Helper(function, RunningValues(names), UNNAMED if held else "", call.itself, call.code.co_freevars, {})
 
 
 def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
@@ -257,7 +293,7 @@ def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
     known = RunningValues(names)
     within = called_in(function.body) if deepest else []
     calls = {path: each for path in within if (each := helper_of(path, known, deepest - 1)) is not None}
-    return Helper(function, names, owner if itself else "", itself, inner.__code__.co_freevars, calls)
+    return Helper(function, known, owner if itself else "", itself, inner.__code__.co_freevars, calls)
 
 
 def enters(function: Function, values: RunningValues, line: int) -> ast.With | ast.AsyncWith | None:
@@ -269,3 +305,39 @@ def enters(function: Function, values: RunningValues, line: int) -> ast.With | a
                 if any(is_ours(values.of(name)) for name in names):
                     return each
     return None
+
+
+Reading = tuple[Collection[str], Collection[str]]
+"""Paths that a function knows, and the attributes that it reads, of whatever object."""
+
+
+def read_by(path: str, value: Any, shared: Collection[str]) -> Reading:
+    """What a function of the user, or an object that can be called, reads beside its arguments. `shared`: as for
+    `Helper.called_inside`."""
+    owner, kind = path.rpartition(".")[0], type(None)
+    if isinstance(value, MethodType):
+        value, kind = value.__func__, type(value.__self__)
+    elif not isinstance(value, FunctionType):
+        owner, kind, value = path, type(value), inspect.getattr_static(type(value), "__call__", None)
+    if not isinstance(value, FunctionType) or not is_users_own(value):
+        return (), ()
+    roots, attributes = read_in(value.__code__, shared)
+    within = [inspect.getattr_static(kind, name, None) for name in attributes]
+    for each in [each.fget if isinstance(each, property) else each for each in within]:
+        if isinstance(each, FunctionType) and is_users_own(each):
+            attributes = {*attributes, *_loaded_by(each.__code__)[1]}  # of a method that it calls
+    return {owner, *roots} - {""}, attributes
+
+
+def read_in(code: CodeType, shared: Collection[str]) -> Reading:
+    """What the code of a function reads beside its arguments; see `read_by`."""
+    names, attributes = _loaded_by(code)
+    return {*code.co_freevars, *names.intersection(shared)}, attributes
+
+
+@lru_cache(maxsize=256)
+def _loaded_by(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The global variables that a function reads, and the attributes, of whatever object."""
+    found = [each for each in dis.get_instructions(code) if each.opname.startswith("LOAD_")]
+    names = frozenset(each.argval for each in found if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return names, frozenset(each.argval for each in found if each.opname in ("LOAD_ATTR", "LOAD_METHOD"))

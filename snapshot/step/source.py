@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -146,7 +146,7 @@ def meaning_of(source: Any, name: str, heartbeat: Callable[[], None], *, exact: 
         if exact:
             raise ConfigError(f"{problem}; or, if batches need not be the same after a restart, say exact=False")
         log.warning("%s", problem)
-        return replace(found, told=True)
+        return Meaning(anew=False)  # told all the same: nothing else finds its place
     log.info("data %r, a %s, will be read again after a restart: %s", name, kind, found.why)
     return found
 
@@ -160,27 +160,22 @@ class Meaning:
     """How a source gets back to its place.
 
     Attributes:
-        told: ``load_state_dict`` leads to the place, and later passes begin as they would have without it.
         anew: each pass begins at the beginning, so that the place is also found by reading the pass again.
-        why: what speaks against ``load_state_dict``; empty if `told`.
+        why: what speaks against ``load_state_dict``. Empty: it leads to the place, and later passes begin as they would
+            have without it.
     """
 
-    told: bool
     anew: bool
     why: str = ""
 
+    @property
+    def told(self) -> bool:
+        """Whether the source is told its place by ``load_state_dict``."""
+        return not self.why
 
-AGAIN = Meaning(told=False, anew=True)
-"""For a source without ``load_state_dict``."""
 
-
-def examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
-    """Read up to five batches of two copies of `source`, one of which is told the place of the other.
-
-    Leaves `source` and all random generators as they are. Errors while batches are read are raised.
-    """
-    with rng.undrawn(rng.find(source)):  # a copy may share the data set, and with it its generators
-        return _examine(source, heartbeat)
+AGAIN = Meaning(anew=True, why="it has none to rely on")
+"""For a source that is read again in any case."""
 
 
 def copy_of(source: Any) -> Any:
@@ -194,37 +189,41 @@ def copy_of(source: Any) -> Any:
     return copy.deepcopy(source, shared)
 
 
-def _examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
-    try:
-        plain, told = _Trial(source, heartbeat), _Trial(source, heartbeat)
-    except Exception as error:  # whatever classes of the user raise
-        # A loader makes a new iterator for each pass.
-        return Meaning(told=False, anew=is_loader(source), why=f"it cannot be copied: {error!r}")
+def examine(source: Any, heartbeat: Callable[[], None]) -> Meaning:
+    """Read up to five batches of two copies of `source`, one of which is told the place of the other.
+
+    Leaves `source` and all random generators as they are. Errors while batches are read are raised.
+    """
+    with rng.undrawn(rng.find(source)):  # a copy may share the data set, and with it its generators
+        try:
+            plain, told = _Trial(source, heartbeat), _Trial(source, heartbeat)
+        except Exception as error:  # whatever classes of the user raise
+            # A loader makes a new iterator for each pass.
+            return Meaning(anew=is_loader(source), why=f"it cannot be copied: {error!r}")
+        return _compare(plain, told)
+
+
+def _compare(plain: _Trial, told: _Trial) -> Meaning:
     first = plain.begin()
-    at_first = plain.generators()
+    at_first, place, why = plain.generators(), None, ""
     try:
         place = copy.deepcopy(plain.source.state_dict())
-    except Exception as error:  # as above
-        place, failed = None, f"its state_dict fails: {error!r}"
-    else:
-        failed = ""
+    except Exception as error:  # whatever classes of the user raise
+        why = f"its state_dict fails: {error!r}"
     second = plain.read()
     later = plain.begin()
     after = digest_of_batch(plain.state()) if later == second else ""  # batches that are equal do not tell places apart
-    anew = later == first
-    if failed:
-        return Meaning(told=False, anew=anew, why=failed)
+    if why:
+        return Meaning(later == first, why)
     try:
-        told.source.load_state_dict(copy.deepcopy(place))
-        leads = told.begin(at_first) == second
-        lasts = told.begin() != later or (bool(after) and digest_of_batch(told.state()) != after)
+        told.source.load_state_dict(place)
+        if told.begin(at_first) != second:
+            why = "its load_state_dict does not lead to the next batch"
+        if told.begin() != later or (after and digest_of_batch(told.state()) != after):
+            why = why or "its load_state_dict also moves the beginnings of later passes"
     except Exception as error:  # as above
-        return Meaning(told=False, anew=anew, why=f"its load_state_dict fails: {error!r}")
-    if not leads:
-        return Meaning(told=False, anew=anew, why="its load_state_dict does not lead to the next batch")
-    if lasts:
-        return Meaning(told=False, anew=anew, why="its load_state_dict also moves the beginnings of later passes")
-    return Meaning(told=True, anew=anew)
+        why = f"its load_state_dict fails: {error!r}"
+    return Meaning(later == first, why)
 
 
 class _Trial:
@@ -349,8 +348,8 @@ def told(indices: Indices | None, history: str, look: str) -> str:
 
 class OwnNumbers:
     """Numbers that a source keeps in objects of the user's own classes: a sampler's count of its passes, the stage of a
-    curriculum. They are part of its place, as its random generators are; only those count that are not what the script
-    first made them."""
+    curriculum; or in a library's object around a loader, as Lightning Fabric counts passes. They are part of its place,
+    as its random generators are; only those count that are not what the script first made them."""
 
     def __init__(self, source: Any) -> None:
         """`source`: as it is before the first pass; later ones may take its place."""
@@ -381,7 +380,9 @@ class OwnNumbers:
 
 
 def _owners(source: Any) -> Iterator[tuple[str, Any]]:
-    """Objects of the user's own classes in a source, by path. A loader leads to its data and its samplers."""
+    """Objects of the user's own classes in a source, by path, and the source itself if it is a library's wrapper. A
+    loader leads to its data and its samplers."""
     for path, value, _ in walk([("", source)], lambda each: not callable(each), longest=LONGEST):
-        if hasattr(value, "__dict__") and not callable(value) and is_users_own(value):
+        counts = is_users_own(value) or (value is source and not is_loader(value))
+        if hasattr(value, "__dict__") and not callable(value) and counts:
             yield path, value

@@ -12,14 +12,33 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
+from pathlib import PurePath
 from tokenize import TokenError
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
-MUTATES = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "pop", "popleft", "remove"})
-"""Methods that change a container."""
+
+class Line(int):
+    """The number of a line, which as text also says in which file: the functions of a script are in several."""
+
+    file: str
+
+    def __new__(cls, number: int, file: str) -> Self:
+        line = super().__new__(cls, number)
+        line.file = file
+        return line
+
+    def __str__(self) -> str:
+        return f"line {int(self)} of {self.file}"
+
+
+MUTATES = frozenset(
+    {"append", "appendleft", "extend", "add", "update", "insert", "pop", "popleft", "remove"}
+    | {"add_", "mul_", "sub_", "div_", "lerp_", "addcmul_"}
+)
+"""Methods that change a container, or a tensor by what it was."""
 
 
 def path_of(node: ast.AST) -> str:
@@ -61,14 +80,17 @@ def loops_at(function: ast.AST, line: int) -> list[ast.For | ast.While]:
 
 def called_in(nodes: Iterable[ast.AST]) -> list[str]:
     """The paths that are called."""
-    calls = [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
-    return list(dict.fromkeys(path for each in calls if (path := path_of(each.func))))
+    return list(dict.fromkeys(path for each in _calls_in(nodes) if (path := path_of(each.func))))
 
 
 def sources_in(nodes: Iterable[ast.AST]) -> set[str]:
     """The paths that are given to a call of ``data``."""
-    calls = [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
-    return {path for each in calls if name_of_call(each) == "data" for given in each.args if (path := path_of(given))}
+    calls = [each for each in _calls_in(nodes) if name_of_call(each) == "data"]
+    return {path for each in calls for given in each.args if (path := path_of(given))}
+
+
+def _calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+    return [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
 
 
 def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
@@ -77,13 +99,13 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
     for top in nodes:
         parts = [top, *parts_of(top)]
         bound = bound_in(parts)
-        held = dict(chain.from_iterable(map(_taken_by, parts)))
+        held = taken_in(parts)
         for each in parts:
             if each in bound:
                 continue
             if isinstance(each, ast.Name | ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
                 paths = [innermost_path(each)]
-            elif isinstance(each, ast.Call) and (changed := changed_by(each)) is not None:
+            elif (changed := _changed_in(each)) is not None:
                 paths = [innermost_path(changed)]
                 while (holder := held.get(paths[-1], "")) not in ("", *paths):
                     paths.append(holder)
@@ -94,8 +116,12 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
     return found
 
 
+def taken_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """The variables that statements give a part of something, with the path of that: to change one changes it."""
+    return dict(chain.from_iterable(map(_taken_by, nodes)))
+
+
 def _taken_by(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The variables that a statement gives a part of something, with the path of that: to change one changes it."""
     if isinstance(node, ast.For | ast.AsyncFor):
         yield from _elements(node.target, node.iter)
     elif isinstance(node, ast.Assign):
@@ -110,20 +136,26 @@ def _elements(target: ast.expr, whole: ast.expr) -> Iterator[tuple[str, str]]:
                 yield from _elements(part, each)
         case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Name(id="enumerate"), args=[each, *_]):
             yield from _elements(part, each)
-        case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=each, attr="items")):
+        case ast.Tuple(elts=[_, part]), ast.Call(func=ast.Attribute(value=each, attr="items" | "named_parameters")):
             yield from _elements(part, each)
-        case _, ast.Call(func=ast.Attribute(value=each, attr="values")):
+        case _, ast.Call(func=ast.Attribute(value=each, attr="values" | "parameters" | "buffers")):
             yield from _elements(target, each)
         case ast.Name(), ast.Name() | ast.Attribute() | ast.Subscript():
             yield target.id, innermost_path(whole)
 
 
 def changed_by(call: ast.Call) -> ast.expr | None:
-    """What a call changes: the container whose method it calls, what it shuffles, or an iterator that it reads on."""
+    """What a call changes: what it calls a method of, what it shuffles, or an iterator that it reads on."""
     name = name_of_call(call)
     if (name == "shuffle" or (name == "next" and isinstance(call.func, ast.Name))) and call.args:
         return call.args[0]
     return call.func.value if isinstance(call.func, ast.Attribute) and name in MUTATES else None
+
+
+def _changed_in(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.AugAssign):
+        return node.target
+    return changed_by(node) if isinstance(node, ast.Call) else None
 
 
 def name_of_call(call: ast.Call) -> str:
@@ -175,7 +207,7 @@ def function_of(code: CodeType, variables: dict[str, Any]) -> Function | None:
     return _parsed(code)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _parsed(code: CodeType) -> Function | None:
     lines = linecache.getlines(code.co_filename)
     is_whole = code.co_name == "<module>"
@@ -188,9 +220,13 @@ def _parsed(code: CodeType) -> Function | None:
         module = ast.parse("".join(["if True:\n"] * is_within + body))
     except (SyntaxError, ValueError, TokenError):  # no Python, such as a notebook's own commands, or it was edited
         return None
+    ast.increment_lineno(module, first - 1 - is_within)
+    file = PurePath(code.co_filename).name
+    for node in ast.walk(module):
+        if isinstance(node, ast.stmt | ast.expr):
+            node.lineno = Line(node.lineno, file)
     if is_whole:
         return module
-    ast.increment_lineno(module, first - 1 - is_within)
     outer = module.body[0]
     found = outer.body[0] if is_within and isinstance(outer, ast.If) else outer
     return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else None

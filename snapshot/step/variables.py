@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, dropwhile, takewhile
+from itertools import chain, count, dropwhile, takewhile
 from pathlib import Path
 from queue import Queue
 from traceback import walk_stack
@@ -98,7 +98,7 @@ def name_of(value: Any) -> str:
     """What the script calls an object, the same in every run: its longest path from a variable of the outermost
     function, or module, that leads to it. ``loaders[1]`` tells more than the variable of a loop. May be empty."""
     for roots in reversed(list(_variables())):
-        found = walk(roots, lambda each: is_users_own(each) and not callable(each), longest=LONGEST, most=MOST)
+        found = walk(roots, is_users_own, longest=LONGEST, most=MOST)
         if paths := [path for path, each, _ in found if each is value]:
             return max(paths, key=lambda path: (len(path), path))
     return ""
@@ -127,16 +127,21 @@ class ChangingVariables:
     def __init__(self) -> None:
         self._changing = Changing(self._samples, patience=2)
         self._looks = 0
-        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()  # numbers that are not reused
+        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+        self._numbers = count()  # of modules, which are not reused
         self._kept: list[Any] = []  # what else was looked at last, so that its ids are not reused
         self._told: set[str] = set()
         self._with_state: set[str] = set()  # variables that `extra` takes
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """These were reported."""
+        self._told.update(names)
+
     def look(self) -> list[tuple[str, str]]:
         """Called in every step. Returns what to report: how the script calls it, and the line that it needs."""
-        found = {name: isinstance(which, int) for name, which in self._changing.look() if name not in self._told}
+        found = {name: which for name, which in self._changing.look() if name not in self._told}
         self._told |= found.keys()
-        return [(name, _line(name, whole, name in self._with_state)) for name, whole in found.items()]
+        return [(name, _line(name, which, name in self._with_state)) for name, which in found.items()]
 
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
@@ -156,7 +161,7 @@ class ChangingVariables:
                 self._with_state.add(name)
             if isinstance(value, torch.nn.Module):
                 parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
-                number = self._modules.setdefault(value, len(self._modules))
+                number = self._modules[value] = self._modules.get(value, next(self._numbers))
                 yield (name, number), b"".join(filter(None, parts))
                 for inner, layer in value.named_modules():
                     rates = rates_of_layer(f"{name}.{inner}".rstrip("."), layer) if id(layer) not in known else ()
@@ -179,19 +184,29 @@ class ChangingVariables:
         return {*captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
 
 
-def _line(name: str, is_module: bool, has_state: bool) -> str:
+def _line(name: str, which: Any, has_state: bool) -> str:
+    """`which`: the number of a module; else the path of what has changed, and more."""
     if has_state:
         return f'extra={{"{name}": {name}}}'
-    if "." in name and not is_module:
+    if isinstance(which, int):
+        return f'snap.track("{name.rpartition(".")[2]}", tensors={name})'
+    if "." in name:
         return line_for_attribute(name)
-    how = f"tensors={name}" if is_module else f"get=lambda: {name}, set=..."
-    return f'snap.track("{name.rpartition(".")[2]}", {how})'
+    is_attribute = which[0].partition(".")[2].startswith(f"{name}.")
+    return line_for_object(name) if is_attribute else f'snap.track("{name}", get=lambda: {name}, set=...)'
+
+
+def line_for_object(path: str) -> str:
+    """The line that names all attributes of an object as state."""
+    how = f"get=lambda: pickle.dumps(vars({path})), set=lambda held: vars({path}).update(pickle.loads(held))"
+    return f'snap.track("{path.rpartition(".")[2]}", {how})'
 
 
 def line_for_attribute(path: str) -> str:
     """The line that names an attribute of an object as state."""
     owner, _, name = path.rpartition(".")
-    return f'snap.track("{name}", get=lambda: {path}, set=lambda value: setattr({owner}, "{name}", value))'
+    full = path.removeprefix("self.").replace(".", "/")  # several objects may have an attribute of that name
+    return f'snap.track("{full}", get=lambda: {path}, set=lambda value: setattr({owner}, "{name}", value))'
 
 
 def _sample(value: Any, holder: Any, known: Collection[int]) -> bytes | None:
@@ -361,6 +376,10 @@ class Kept:
     has_places: bool
 
 
+watched: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
+"""The iterators of loaders that a script has made by itself while a hook was entered."""
+
+
 class Iterators:
     """Watches the iterators of loaders that a script makes by itself in this thread, beside those that `snap.data`
     reads, until `remove`.
@@ -378,7 +397,6 @@ class Iterators:
         self._seeds: dict[str, list[int]] = {name: list(seeds) for name, seeds in held.items()}
         self._trains = trains
         self._made_again: Counter[str] = Counter()
-        self._alive: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
         self._read: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._told: set[Kept] = set()
         self._at_work = os.getpid(), threading.get_ident()
@@ -396,7 +414,7 @@ class Iterators:
                 return
             make(iterator, loader, *args, **kwargs)
             if loader.generator is None:  # another generator is nobody else's
-                self._alive[iterator] = Kept(_caller(), trains, not isinstance(loader.dataset, IterableDataset))
+                watched[iterator] = Kept(_caller(), trains, not isinstance(loader.dataset, IterableDataset))
 
         self._undo = replaced(_BaseDataLoaderIter, "__init__", making)
 
@@ -410,7 +428,7 @@ class Iterators:
 
     def begin(self) -> None:
         """A step begins: note how far iterators were read."""
-        for iterator in self._alive:
+        for iterator in watched:
             if iterator._num_yielded:
                 self._read[iterator] = iterator._num_yielded
 
@@ -418,7 +436,7 @@ class Iterators:
         """Those that were read on since the last `begin` and before it, each once."""
         if not self._read:
             return []
-        found = [self._alive[each] for each, count in self._read.items() if each._num_yielded > count]
+        found = [watched[each] for each, count in self._read.items() if each._num_yielded > count]
         new = [each for each in dict.fromkeys(found) if each not in self._told]
         self._told.update(new)
         return new

@@ -13,11 +13,12 @@ from typing import Any
 
 from holdfast.snapshot import loop
 from holdfast.snapshot.copy.witness import Witness
-from holdfast.snapshot.first_turns import Rehearsal
+from holdfast.snapshot.first_turns import FirstTurns, Rehearsal
 from holdfast.snapshot.resume.comparison import Resumed
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.optimizers import OptimizerState
 from holdfast.snapshot.step.boundary import Boundary
+from holdfast.snapshot.step.carried import CarriedVariables
 from tests.proof.loops.script import End, Loop, Twist
 from tests.proof.loops.trial import Trials
 
@@ -46,7 +47,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [
             (rng, "restore", _ignore),
             (Resumed, "check", _ignore),
-            ("holdfast.snapshot.first_turns", "check_inputs", _ignore),
+            (FirstTurns, "check_inputs", _ignore),
         ],
         Loop(1, model="dropout", form="begin", ends=WITHIN),
     ),
@@ -62,7 +63,8 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         [
             (Boundary, "_forward", _blind),
             (loop.Loop, "_refuse", _believe),
-            ("holdfast.snapshot.first_turns", "check_inputs", _ignore),
+            (CarriedVariables, "look", _ignore),
+            (FirstTurns, "check_inputs", _ignore),
         ],
         Loop(
             4,
@@ -77,7 +79,7 @@ MUTANTS: dict[str, tuple[list[tuple[Any, str, Any]], Loop]] = {
         Loop(5, form="steps", twists=(Twist("schedule: end"),), ends=WITHIN),
     ),
     "a batch that was read ahead is not noticed": (
-        [("holdfast.snapshot.first_turns", "check_inputs", _ignore)],
+        [(FirstTurns, "check_inputs", _ignore)],
         Loop(7, data="prefetched, before entering", form="steps", ends=WITHIN),
     ),
     "buffers are not restored": (

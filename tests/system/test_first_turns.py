@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from holdfast import ConfigError
-from tests.system.test_public_loops import Job, Life, check, live, loss_of, net, table, warned
+from tests.system.test_public_loops import Job, Life, check, live, loss_of, net, table
+from tests.unit.test_beginning import warnings_of
 
 Parts = tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]
 
@@ -118,7 +119,7 @@ def test_what_a_restart_would_not_find_again_is_told(
     arena: Path, job: Job, dies: object, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     live(job, dies=dies)
-    assert [line for line in warned(caplog) if words in line]
+    assert [line for line in warnings_of(caplog) if words in line]
 
 
 def test_passes_that_nobody_counts_are_refused(arena: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_loop_with_the_line_that_it_needs_is_exact_and_told_nothing(
     arena: Path, job: Job, dies: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     check(job, dies)
-    assert not [line for line in warned(caplog) if "carries from turn to turn" in line]
+    assert not [line for line in warnings_of(caplog) if "carries from turn to turn" in line]
 
 
 def logged_only(life: Life) -> None:
@@ -234,4 +235,4 @@ def logged_only(life: Life) -> None:
 
 def test_numbers_that_are_only_logged_are_no_news(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
     check(logged_only, (1, 1))
-    assert not warned(caplog)
+    assert not warnings_of(caplog)

@@ -4,7 +4,6 @@ words that lead on. A life ends here by an exception in the middle of a step, in
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch
+from tests.unit.test_beginning import warnings_of
 
 
 class Died(BaseException):
@@ -210,10 +210,6 @@ def test_a_loop_that_carries_gradients_into_the_next_pass_is_exact(arena: Path, 
 # ---------------------------------------------------------------------- what is said of a loop
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
-
-
 def counted(
     life: Life,
     model: nn.Module,
@@ -276,7 +272,7 @@ def test_an_optimizer_that_is_made_anew_in_training_is_told_of(arena: Path, capl
             life.close(model)
 
     live(job)
-    (said,) = [text for text in warned(caplog) if "optimizer" in text]
+    (said,) = [text for text in warnings_of(caplog) if "optimizer" in text]
     assert "no snapshot" in said and "list of both" in said
     check(job, 10)  # it began again where the last snapshot was, and is right
 
@@ -300,7 +296,7 @@ def test_steps_that_are_left_out_now_and_then_are_no_news(arena: Path, caplog: p
             life.close(model, optim)
 
     check(job, 12)
-    assert not [text for text in warned(caplog) if "gradients" in text]
+    assert not [text for text in warnings_of(caplog) if "gradients" in text]
 
 
 class Compiled(torch.optim.Optimizer):
@@ -327,7 +323,7 @@ def test_numbers_in_scalar_tensors_of_an_optimizer_come_back(arena: Path, caplog
         counted(life, model, Compiled(model.parameters()), 10)
 
     check(job, 3, 7)
-    assert warned(caplog) == []
+    assert warnings_of(caplog) == []
 
 
 def test_a_default_device_that_is_not_the_data_s_disturbs_nothing(arena: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import inspect
 import itertools
 import logging
@@ -12,19 +13,23 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.step.flow import Carries, Flow
-from holdfast.snapshot.step.script import Named, RunningValues
-from holdfast.snapshot.step.syntax import function_of, loops_at
+from holdfast.snapshot.step.script import Named, RunningValues, helper_of
+from holdfast.snapshot.step.syntax import called_in, function_of, loops_at
+from holdfast.snapshot.step.variables import unwatched
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 
@@ -46,8 +51,9 @@ class Hook:
 
 def flow(function: ast.FunctionDef, line: int, values: dict[str, Any], adapter: TorchAdapter) -> Carries:
     """What a function carries whose turns are the loops around a line."""
-    adapter.verify()  # notes what is captured
-    return Flow(function, loops_at(function, line), True, RunningValues(values), Named([adapter]), {}).found
+    known = RunningValues(values)
+    helpers = {path: each for path in called_in([function]) if (each := helper_of(path, known)) is not None}
+    return Flow(function, known, Named([adapter]), helpers, turns=loops_at(function, line), top=line).found
 
 
 def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) -> Carries:
@@ -60,6 +66,23 @@ def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) ->
     known = {"snap": Hook(), "model": model, "optim": optim, "average": nn.Linear(2, 2)}
     at = next(each.lineno for each in ast.walk(function) if isinstance(each, ast.For) and "data" in ast.dump(each.iter))
     return flow(function, at, known | values, TorchAdapter(model, optim))
+
+
+class Warmth:
+    """A factor that is called, or read, and depends on a count."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def next(self) -> None:
+        self.turn += 1
+
+    @property
+    def now(self) -> float:
+        return min(1.0, self.turn / 10)
+
+    def __call__(self) -> float:
+        return self.now
 
 
 TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()\n"
@@ -85,11 +108,30 @@ TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()
         ("n.append(x)\nmodel(n[0]).sum().backward()\noptim.step()", {"n"}),
         ("n[y] = x\nmodel(n).sum().backward()\noptim.step()", {"n"}),
         (TRAIN + "average.update_parameters(model)", {"average"}),
+        (TRAIN + "for a, b in zip(average.parameters(), model.parameters()):\n    a.data.copy_(b.data)", {"average"}),
+        (TRAIN + "n += 1\nif n % 8 == 0:\n    evaluate(model, held_out)", {"n"}),
+        (TRAIN + "n += 1\nif n % 8 == 0:\n    for x in held_out:\n        print(x)", {"n"}),
+        (TRAIN + "n += 1\nfor p, q in zip(average.parameters(), ps):\n    p.lerp_(q, 1 / n)", {"n", "average"}),
+        (TRAIN + "n += 1\nfor q in group['params']:\n    if n % 5 == 0:\n        q.data.copy_(x)", {"n"}),
+        ("loss = model(x).sum()\nloss.backward()\nused.step()\nn += loss\nif n > 9:\n    used = optim", {"n", "used"}),
+        ("warmth.turn += 1\n" + TRAIN.replace("model(x)", "model(x, scaled(warmth))"), {"warmth.turn"}),
+        (TRAIN + "n[y] = loss.item()\nsampler.weights = n", {"n", "sampler.weights"}),
+        ("loss = model(x).sum() * warmth()\nloss.backward()\noptim.step()\nwarmth.next()", {"warmth.turn"}),
+        ("loss = model(x).sum() * warmth.now\nloss.backward()\noptim.step()\nwarmth.next()", {"warmth.turn"}),
+        (TRAIN + "n += 1\nif n % 50 == 0:\n    show(noisy(x))", {"n"}),
+        (TRAIN + "n += 1\nif n % 50 == 0:\n    show(torch.randn(3))", {"n"}),
     ],
 )
 def test_what_reaches_a_step_is_named(turn: str, named: set[str]) -> None:
     group = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1).param_groups[0]
-    found = look(turn, group=group)
+    known: dict[str, Any] = {
+        "held_out": DataLoader(TensorDataset(torch.zeros(1, 2))),
+        "sampler": WeightedRandomSampler([1.0, 1.0], 2),
+        "noisy": nn.Dropout(0.1),
+        "used": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1),
+        "warmth": Warmth(),
+    }
+    found = look(turn, group=group, **known)
     assert {*found.carried, *found.updated} == named
     assert all(found.carried.values())
 
@@ -103,12 +145,21 @@ def test_what_reaches_a_step_is_named(turn: str, named: set[str]) -> None:
         TRAIN + "n = loss.item() if n == 0 else 0.9 * n + 0.1 * loss.item()\nbar.set_postfix(loss=n)",
         TRAIN + "writer.add_scalar('loss', loss, n)\nn += 1\nif n % 100 == 0:\n    save(model.state_dict())",
         TRAIN + "losses = [n for n in range(3)]",
+        TRAIN + "n += 1\nif n % 50 == 0:\n    show(model(x))",
+        TRAIN + "n += 1\nif n % 50 == 0:\n    noisy.eval()\n    show(noisy(x))",
         "n = 0\nfor part in x:\n    loss = model(part * n).sum()\n    loss.backward()\n    n += 1\noptim.step()",
         "if x is None:\n    n += 1\n" + TRAIN,
+        TRAIN + "if x is None:\n    sparse.step()\n    sparse.param_groups[0]['lr'] = 0.1",
+        TRAIN + "n += 1\nif n % 8 == 0:\n    model.eval()\n    show(model(y))\n    model.train()",
+        TRAIN + "for a, b in zip(model.parameters(), average.parameters()):\n    a.data.lerp_(b.data, 0.5)",
+        TRAIN + "n += 1\nif n % 8 == 0:\n    evaluate(model, seeded)",
+        TRAIN + "n += 1\nif n % 8 == 0 and n:\n    print(n)\n    if is_trial:\n        break",
+        TRAIN + "n += 1\nif n % 8 == 0 and n:\n    print(n)\n    if not is_whole:\n        break",
     ],
 )
 def test_what_is_only_logged_is_not_named(turn: str) -> None:
-    found = look(turn)
+    seeded: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(1, 2)), generator=torch.Generator())
+    found = look(turn, noisy=nn.Dropout(0.1), seeded=seeded, is_trial=False, is_whole=True)
     assert not found.carried and not found.counts and not found.numbered
 
 
@@ -116,6 +167,50 @@ def test_a_name_that_is_used_again_for_a_log_is_not_taken_for_what_it_was() -> N
     after = "loss = total / count\nif loss < best:\n    best = loss"
     found = look(TRAIN + "total += loss.item()\ncount += 1", before="best, total, count = 9.0, 0.0, 0", after=after)
     assert not found.carried
+
+
+class Episode:
+    """Counts its steps from when it was reset, as an environment does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self) -> int:
+        self.count = 0
+        return self.count
+
+    def reset_unless(self, over: bool) -> None:
+        if over:
+            return
+        self.count = 0
+
+    def reset_if(self, over: bool) -> None:
+        if over:
+            self.count = 0
+
+    def resets(self) -> Iterator[int]:
+        yield self.count
+        self.count = 0
+
+    def step(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@pytest.mark.parametrize(
+    ("begins", "named"),
+    [
+        ("state = episode.reset()", set()),
+        ("if y:\n    episode.reset()", {"episode.count"}),
+        ("episode.reset_unless(y)", {"episode.count"}),
+        ("episode.reset_if(y)", {"episode.count"}),
+        ("resets = episode.resets()", {"episode.count"}),
+        ("if episode.step():\n    continue\nepisode.reset()", {"episode.count"}),
+    ],
+)
+def test_what_a_function_sets_anew_in_each_turn_is_not_carried(begins: str, named: set[str]) -> None:
+    turn = begins + "\n" + TRAIN.replace("model(x)", "model(x * episode.step())")
+    assert look(turn, episode=Episode()).carried.keys() == named
 
 
 class Moving:
@@ -142,13 +237,43 @@ def test_what_a_pass_leaves_counts_too() -> None:
     assert not look(TRAIN.replace("(x)", "(x * n)"), after="print(n)", before="n = 0.8").carried
 
 
+TOP = """
+def train(snap, loader, model, optim):
+    for epoch in range(snap.epoch, 3):
+        %s
+        for x, y in snap.data(loader):
+            model(x).sum().backward()
+            optim.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("top", "again"),
+    [
+        ("if epoch == 2: optim.add_param_group({'params': more})", {4}),
+        ("for group in optim.param_groups: group['lr'] *= 0.5", {4}),
+        ("if epoch > 1: schedule.step(epoch)", {4}),
+        ("optim.param_groups[0]['lr'] = 0.1 / (1 + epoch)", set()),
+        ("model.train()", set()),
+    ],
+)
+def test_what_is_done_again_in_the_middle_of_a_pass_is_found(top: str, again: set[int]) -> None:
+    function = ast.parse(TOP % top).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.9)
+    known = {"snap": Hook(), "model": model, "optim": optim, "schedule": schedule}
+    assert flow(function, 5, known, TorchAdapter(model, optim)).again == again
+
+
 def test_what_the_hook_tells_is_found_again() -> None:
     turn = TRAIN.replace("(x)", "(x * n)") + "n += 1"
     assert not look(turn, before="n = snap.step").carried
     assert not look(turn, before="start = snap.epoch\n    n = 3 * start").carried
 
 
-def counting(iterated: str) -> Carries:
+def counting(iterated: str, **values: Any) -> Carries:
     text = f"""
 def train(snap, loader, model, optim):
     for epoch in {iterated}:
@@ -158,14 +283,66 @@ def train(snap, loader, model, optim):
 """
     function = ast.parse(text).body[0]
     assert isinstance(function, ast.FunctionDef)
-    return flow(function, 4, {"snap": Hook()}, TorchAdapter(nn.Linear(1, 1), None))
+    return flow(function, 4, {"snap": Hook(), **values}, TorchAdapter(nn.Linear(1, 1), None))
+
+
+@pytest.mark.parametrize(
+    ("begins", "numbered"),
+    [("", True), ("3 * epoch", True), ("snap.step", False), ("3 * epoch + data.position", False)],
+)
+def test_the_number_of_a_pass_does_not_tell_the_place_in_it(begins: str, numbered: bool) -> None:
+    text = f"""
+def train(snap, data, model, optim):
+    for epoch in range(snap.epoch, 3):
+        for i, x in enumerate(log(data), {begins}):
+            optim.param_groups[0]["lr"] = 0.1 / (1 + i)
+            model(x).sum().backward()
+            optim.step()
+"""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    given = {"snap": Hook(), "data": Hook()}
+    assert flow(function, 4, given, TorchAdapter(nn.Linear(1, 1), None)).numbered is numbered
+
+
+def skipping(iterated: str, test: str) -> bool:
+    text = f"""
+def train(snap, model, optim):
+    for step in {iterated}:
+        if {test}:
+            continue
+        for i in range(3):
+            if i % 2 == snap.step:
+                continue
+        model(step).sum().backward()
+        optim.step()
+"""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return flow(function, 3, {"snap": Hook()}, TorchAdapter(nn.Linear(1, 1), None)).skips
+
+
+def test_a_loop_finds_its_place_only_if_it_passes_over_turns_that_it_counts_itself() -> None:
+    assert skipping("range(9)", "step < snap.step")
+    assert skipping("loader", "count() < snap.step")
+    assert not skipping("range(9)", "step % 3")
+    assert not skipping("snap.steps(9)", "step % 3")
 
 
 def test_a_loop_that_counts_from_its_beginning_again_is_found() -> None:
     assert counting("range(3)").counts == {3}
     assert counting("tqdm(range(3))").counts == {3}
+    assert counting("numbers", numbers=range(3)).counts == {3}
+    assert not counting("names", names=["a", "b"]).counts
     assert not counting("range(snap.epoch, 3)").counts
+    assert counting("range(snap.epoch, 3)").passes
+    assert not counting("snap.steps(args.epoch)").passes
     assert not counting("itertools.count()").counts
+
+
+def test_a_bar_around_numbers_counts_from_its_beginning_too() -> None:
+    bar = pytest.importorskip("tqdm").tqdm(range(3), disable=True)
+    assert counting("bar", bar=bar).counts == {3}
 
 
 # ------------------------------------------------------------------ in a running job
@@ -182,7 +359,6 @@ def said(loop: Loop, caplog: pytest.LogCaptureFixture, text: str) -> str:
 def annealed(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     warmth = 1.0
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         (job.model(torch.randn(2, 4)).sum() * warmth).backward()
         yield
         job.step()
@@ -199,15 +375,23 @@ def annealed_in_a_function(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         warmth *= 0.9
 
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         yield
         step()
+
+
+def with_two_steps_in_a_turn(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    warmth = 1.0
+    for _ in snap.steps(STEPS):
+        for _ in range(2):
+            (job.model(torch.randn(2, 4)).sum() * warmth).backward()
+            job.update()
+        yield
+        warmth *= 0.9
 
 
 def with_a_loss_that_is_logged(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     total, count = 0.0, 0
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         loss = job.model(torch.randn(2, 4)).sum()
         loss.backward()
         yield
@@ -257,24 +441,246 @@ class Meter:
         self.total, self.count = 0.0, 0
 
     def update(self, value: float) -> None:
+        def tell(share: float) -> None:
+            percent = 100 * share
+            logging.getLogger("training").debug("%s", percent)
+
         self.total += value
         self.count += 1
+        tell(self.total / self.count)
 
 
 def with_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     stopper, warming, meter = Stopper(), Warming(job.optim), Meter()
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         loss = job.model(torch.randn(2, 4)).square().sum()
         loss.backward()
         yield
-        job.optim.step()
+        job.update()
         warming.step()
         meter.update(loss.item())
         stopper(loss.item())
         logging.getLogger("training").info("%s", meter.total / meter.count)
         if stopper.stops:
             break
+
+
+def with_an_event_that_stops_it(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    stopper, stop = Stopper(), threading.Event()
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        stopper(1.0)
+        if stopper.stops:
+            stop.set()
+        if stop.is_set():
+            break
+
+
+def with_an_entry_that_stops_it(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    stopper, found = Stopper(), {"stop": False}
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        stopper(1.0)
+        if stopper.stops:
+            found.update(stop=True)
+        if found["stop"]:
+            break
+
+
+class Phase:
+    """A part of a schedule."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def step(self) -> float:
+        self.turn += 1
+        return 0.01 * self.turn
+
+
+class Cycle:
+    """A schedule of the user's own that is made of parts."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self.optim, self.phases, self.at = optim, [Phase(), Phase()], 0
+
+    def step(self) -> None:
+        rate = self.phases[self.at].step()
+        for group in self.optim.param_groups:
+            group["lr"] = rate
+
+
+def with_a_schedule_of_parts(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    cycle = Cycle(job.optim)
+    for _ in snap.steps(STEPS):
+        job.model(torch.randn(2, 4)).sum().backward()
+        yield
+        job.update()
+        cycle.step()
+
+
+def one_pass(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for x in snap.data([torch.randn(2, 4) for _ in range(STEPS)]):
+        job.model(x).sum().backward()
+        yield
+        job.update()
+
+
+def with_a_pass_in_a_function(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for number in range(snap.epoch, 1):
+        if number:
+            job.schedule.step()
+        yield from one_pass(snap, job)
+        job.schedule.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_the_top_of_a_pass_that_a_function_makes_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    first = inspect.getsourcelines(with_a_pass_in_a_function)[1]
+    line = said(with_a_pass_in_a_function, caplog, "at the top of a pass")
+    assert f"line {first + 3} of {Path(__file__).name}" in line
+
+
+class Reading:
+    """Data that is read at a place of its own, as training and evaluations do."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def next(self) -> torch.Tensor:
+        self.place += 1
+        return torch.full((2, 4), float(self.place))
+
+
+def evaluated_on_its_own_data(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    training, other, held_out = Reading(), Reading(), Reading()
+    for _ in snap.steps(STEPS):
+        job.model.eval()
+        with torch.no_grad():
+            logging.getLogger("training").debug("%s", job.model(held_out.next()).sum())
+        job.model.train()
+        job.model(training.next() + other.next()).sum().backward()
+        yield
+        job.update()
+
+
+class Counted(torch.autograd.Function):
+    """What scripts reverse gradients by, more and more."""
+
+    share = 0.0
+    logged = 0
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        Counted.share = min(1.0, Counted.share + 0.01)
+        Counted.logged += 1
+        return -Counted.share * given
+
+
+def with_a_function_of_its_own(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        Counted.apply(job.model(torch.randn(2, 4)).sum()).backward()  # type: ignore[no-untyped-call]
+        yield
+        job.update()
+
+
+def with_a_schedule_that_reads(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    held = {"scale": 1.0}
+
+    def watch(loss: float) -> None:
+        held["scale"] *= 0.9 if loss > 1 else 1.0
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(job.optim, lambda turn: held["scale"] * 0.9**turn)
+    for _ in snap.steps(STEPS):
+        loss = job.model(torch.randn(2, 4)).square().sum()
+        loss.backward()
+        yield
+        job.update()
+        watch(loss.item())
+        schedule.step()
+
+
+class Cut:
+    """A callback."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.logged = 0
+
+    def after_backward(self, model: nn.Module) -> None:
+        self.turns += 1
+        for parameter in model.parameters():
+            parameter.grad.div_(self.turns)  # type: ignore[union-attr]
+
+    def after_step(self, model: nn.Module) -> None:
+        self.logged += 1
+
+
+class Warmer(Cut):
+    """Keeps a count in one method, and reads it in another."""
+
+    def after_backward(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(min(1.0, self.turns / 5))  # type: ignore[union-attr]
+
+    def after_step(self, model: nn.Module) -> None:
+        self.turns += 1
+        self.logged += 1
+
+
+SETTINGS = {"warmth": 1.0, "logged": 0.0}
+
+
+class Scaled(nn.Module):
+    """Reads what another function keeps."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value * SETTINGS["warmth"]
+
+
+def cool() -> None:
+    SETTINGS["warmth"] *= 0.9
+    SETTINGS["logged"] += 1
+
+
+class Callbacks:
+    """Calls its callbacks by name."""
+
+    def __init__(self, *found: Cut) -> None:
+        self.found = found
+
+    def __call__(self, name: str, model: nn.Module) -> None:
+        for each in self.found:
+            getattr(each, name)(model)
+
+
+def with_callbacks(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    calls = Callbacks(Cut())
+    for _ in snap.steps(STEPS):
+        job.model(torch.randn(2, 4)).sum().backward()
+        calls("after_backward", job.model)
+        yield
+        job.update()
+        calls("after_step", job.model)
+
+
+def with_functions_that_share(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    calls, model = Callbacks(Warmer()), nn.Sequential(job.model, Scaled())
+    for _ in snap.steps(STEPS):
+        model(torch.randn(2, 4)).sum().backward()
+        calls("after_backward", job.model)
+        yield
+        job.update()
+        calls("after_step", job.model)
+        cool()
 
 
 def numbers() -> Iterator[float]:
@@ -291,13 +697,52 @@ def drawn() -> Iterator[float]:
 
 def with_iterators(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     scales, counted, noise = itertools.cycle([1.0, 2.0, 3.0]), numbers(), drawn()
+    shares = (share / 10 for share in range(1, 100))
     kept = iter(snap.data(lambda: itertools.cycle([1.0, 2.0, 3.0]), name="kept"))
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
-        scale = next(scales) * next(counted) * next(noise) * next(kept) * next(iter([1.0]))
+        scale = next(scales) * next(counted) * next(noise) * next(kept) * next(iter([1.0])) * next(shares)
         (job.model(torch.randn(2, 4)).sum() * scale).backward()
         yield
-        job.optim.step()
+        job.update()
+
+
+class Endless:
+    """Reads a loader whose iterator was made before the hook could see it."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        with unwatched():
+            self.batches = iter(loader)
+
+    def next(self) -> Any:
+        return next(self.batches)
+
+    def train(self, snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            job.model(*self.next()).sum().backward()
+            yield
+            job.update()
+
+
+def with_reads_within_a_turn(snap: InMemorySnapshot, job: Job, *, ahead: bool = False) -> Iterator[None]:
+    data = iter(snap.data([torch.randn(2, 4) for _ in range(3 * STEPS)]))
+    for _ in snap.steps(STEPS):
+        batches = iter([next(data), next(data)]) if ahead else data
+        for _ in range(2):
+            job.model(next(batches)).sum().backward()
+            job.update()
+        yield
+
+
+def with_a_pass_in_each_turn(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(2):
+        yield from one_pass(snap, job)
+
+
+@pytest.mark.usefixtures("arena")
+def test_batches_that_are_read_in_the_middle_of_a_turn_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert not said(partial(with_reads_within_a_turn, ahead=True), caplog, "Read all batches")
+    assert not said(with_a_pass_in_each_turn, caplog, "Read all batches")
+    assert said(with_reads_within_a_turn, caplog, "Read all batches")
 
 
 def with_hooks_on_a_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -314,10 +759,9 @@ def with_hooks_on_a_step(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     job.optim.register_step_pre_hook(warm)
     job.optim.register_step_post_hook(log)
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         job.model(torch.randn(2, 4)).sum().backward()
         yield
-        job.optim.step()
+        job.update()
 
 
 class Reader:
@@ -343,33 +787,20 @@ class Reader:
 def fed_by_an_object(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     reader = Reader()
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         (job.model(torch.randn(2, 4)).sum() * reader.__next__()).backward()
         yield
-        job.optim.step()
+        job.update()
     reader.close()
 
 
-def fed_by_a_queue(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    numbers: queue.Queue[float] = queue.Queue()
-    for number in range(STEPS):
-        numbers.put(float(number))
-    for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
-        (job.model(torch.randn(2, 4)).sum() * numbers.get()).backward()
-        yield
-        job.optim.step()
-
-
-def fed_by_a_task(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    numbers: asyncio.Queue[float] = asyncio.Queue()
+def fed_by_a_queue(snap: InMemorySnapshot, job: Job, *, kind: type[Any] = queue.Queue) -> Iterator[None]:
+    numbers = kind()
     for number in range(STEPS):
         numbers.put_nowait(float(number))
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         (job.model(torch.randn(2, 4)).sum() * numbers.get_nowait()).backward()
         yield
-        job.optim.step()
+        job.update()
 
 
 def read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -377,12 +808,11 @@ def read_ahead(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     with ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(lambda: next(numbers))
         for _ in snap.steps(STEPS):
-            job.optim.zero_grad()
             number = ahead.result(DEADLINE_S)
             ahead = pool.submit(lambda: next(numbers))
             (job.model(torch.randn(2, 4)).sum() * number).backward()
             yield
-            job.optim.step()
+            job.update()
 
 
 def logged_by_a_thread(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -390,11 +820,10 @@ def logged_by_a_thread(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     thread = threading.Thread(target=lambda: [losses.get() for _ in range(STEPS)])
     thread.start()
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         loss = job.model(torch.randn(2, 4)).sum()
         loss.backward()
         yield
-        job.optim.step()
+        job.update()
         losses.put(loss.item())
     thread.join(DEADLINE_S)
 
@@ -405,7 +834,7 @@ def logged_by_a_thread(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     [
         (fed_by_an_object, "beside the loop (reads ahead)"),
         (fed_by_a_queue, "numbers = iter(snap.data("),
-        (fed_by_a_task, "numbers = iter(snap.data("),
+        (partial(fed_by_a_queue, kind=asyncio.Queue), "numbers = iter(snap.data("),
         (read_ahead, "ahead = iter(snap.data("),
         (logged_by_a_thread, ""),
     ],
@@ -419,7 +848,6 @@ def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     cycles, by_name = [itertools.cycle([1.0, 2.0, 3.0])], {"b": itertools.cycle([1.0, 2.0])}
     kept = [iter(snap.data(lambda: itertools.cycle([1.0, 2.0, 3.0]), name="kept"))]
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         scale = 1.0
         for cycle, known in zip(cycles, kept, strict=True):
             scale *= next(cycle) * next(known)
@@ -427,7 +855,7 @@ def from_a_list(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         scale *= next(taken)
         (job.model(torch.randn(2, 4)).sum() * scale).backward()
         yield
-        job.optim.step()
+        job.update()
 
 
 def with_two_sources(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -444,11 +872,9 @@ def with_two_sources(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 
 def with_its_own_schedule(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
-        job.model(torch.randn(2, 4)).square().sum().backward()
+        job.backward()
         yield
-        job.optim.step()
-        job.schedule.step()
+        job.step()
 
 
 @pytest.mark.usefixtures("arena")
@@ -488,10 +914,9 @@ class Training:
 def with_helpers_of_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     training = Training(job)
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         training.step()
         yield
-        job.optim.step()
+        job.update()
 
 
 class Scheduled:
@@ -519,13 +944,12 @@ class Scheduled:
     def train(self, snap: InMemorySnapshot) -> Iterator[None]:
         self.used = snap.step
         for _ in snap.steps(STEPS):
-            self.job.optim.zero_grad()
             self.warm()
             self.set_rate(0.01 * self.passed + self.used, self.logged)
             self.loss = self.job.model(torch.randn(2, 4)).square().sum()
             self.backward()
             yield
-            self.job.optim.step()
+            self.job.update()
             self.tell()
             self.turns += 1
             self.passed += 1
@@ -542,11 +966,10 @@ def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         print(logged)
 
     for _ in snap.steps(STEPS):
-        job.optim.zero_grad()
         warm()
         job.model(torch.randn(2, 4)).square().sum().backward()
         yield
-        job.optim.step()
+        job.update()
         turns += 1
         logged += 1
 
@@ -563,14 +986,13 @@ class Cooling:
     def step(self) -> None:
         self.batch = torch.randn(2, 4)
         (self.job.model(self.batch).square().sum() * self.temperature).backward()
-        self.job.optim.step()
+        self.job.update()
         self.turns += 1
         self.told += 1
         self.temperature = max(0.1, 1 - 0.01 * self.turns)
 
     def train(self, snap: InMemorySnapshot) -> Iterator[None]:
         for _ in snap.steps(STEPS):
-            self.job.optim.zero_grad()
             yield
             self.step()
 
@@ -580,9 +1002,8 @@ def with_a_generator_that_trains(snap: InMemorySnapshot, job: Job) -> Iterator[N
         rate, logged = 0.05, 0
         while True:
             job.optim.param_groups[0]["lr"] = rate
-            job.optim.zero_grad()
             job.backward()
-            job.optim.step()
+            job.update()
             rate *= 0.9
             logged += 1
             yield logged
@@ -597,10 +1018,9 @@ def with_a_generator_for_each_turn(snap: InMemorySnapshot, job: Job) -> Iterator
     def trains(rate: float) -> Iterator[None]:
         for _ in range(1):
             job.optim.param_groups[0]["lr"] = rate
-            job.optim.zero_grad()
             job.backward()
             yield
-            job.optim.step()
+            job.update()
             rate *= 0.9
 
     for _ in snap.steps(STEPS):
@@ -612,9 +1032,8 @@ def in_a_function_that_a_library_calls(snap: InMemorySnapshot, job: Job) -> Iter
 
     def train() -> None:
         job.optim.param_groups[0]["lr"] = rates[0]
-        job.optim.zero_grad()
         job.backward()
-        job.optim.step()
+        job.update()
         rates[0] *= 0.9
         logged[0] += 1
 
@@ -622,6 +1041,137 @@ def in_a_function_that_a_library_calls(snap: InMemorySnapshot, job: Job) -> Iter
         for _ in range(STEPS):
             pool.submit(train).result(DEADLINE_S)
             yield
+
+
+class Experience:
+    """What was seen, and how much of it."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(8, 4)
+        self.place = self.count = self.newest = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        self.seen[self.place] = x
+        self.place = (self.place + 1) % 8
+        self.count += 1
+        self.newest = self.count
+
+    def drawn(self) -> torch.Tensor:
+        return self.seen[: self.count] / self.newest
+
+
+def replayed(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    experience = Experience()
+    for _ in snap.steps(STEPS):
+        experience.add(torch.randn(4))
+        experience.add(torch.randn(4))
+        job.model(experience.drawn()).sum().backward()
+        yield
+        job.step()
+
+
+def fill(target: nn.Module, source: nn.Module) -> None:
+    for theirs, ours in zip(target.parameters(), source.parameters(), strict=True):
+        theirs.data.copy_(ours)
+
+
+def with_a_target(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    target = copy.deepcopy(job.model)
+    for turn in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        if turn % 8 == 7:
+            fill(target, source=job.model)
+
+
+class Leader(nn.Linear):
+    """Has another one follow it slowly."""
+
+    def lead(self, follower: nn.Module) -> None:
+        for theirs, mine in zip(follower.parameters(), self.parameters(), strict=True):
+            theirs.data.lerp_(mine.data, 0.1)
+
+
+def with_a_target_that_a_model_leads(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    leader, targets = Leader(4, 2), [Leader(4, 2)]
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(3, 4)).sum() + targets[0](torch.randn(3, 4)).sum()).backward()
+        yield
+        job.step()
+        leader.lead(targets[0])
+
+
+class Solver:
+    """Is made anew for each batch, and counts its steps. It refers to itself, so that it is there for a while."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.taken = 0
+        self.itself = self
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.taken += 1
+        found: torch.Tensor = self.model(x * self.taken)
+        return x + found.sum()
+
+
+def solved(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    solver = Solver(model)
+    for _ in range(3):
+        x = solver.step(x)
+    return x.sum()
+
+
+def with_a_solver_for_each_batch(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        loss = solved(job.model, torch.randn(3, 4))
+        torch.autograd.backward(loss)
+        yield
+        job.step()
+
+
+class Watching:
+    """Evaluates now and then, and takes over weights, by a count of its own."""
+
+    def __init__(self, job: Job) -> None:
+        self.turns = 0
+        self.loader: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(2, 4)), batch_size=2)
+        self.model, self.target = job.model, copy.deepcopy(job.model)
+
+    def evaluate(self) -> None:
+        for (x,) in self.loader:
+            self.model(x)
+
+    def after_a_turn(self) -> None:
+        self.turns += 1
+        if self.turns % 2 == 0:
+            self.evaluate()
+            for theirs, ours in zip(self.target.parameters(), self.model.parameters(), strict=True):
+                theirs.data.copy_(ours)
+
+
+def evaluated_now_and_then(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    watching = Watching(job)
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        watching.after_a_turn()
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_loop_with_two_optimizers_is_read_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([parameter], 0.1) for parameter in model.parameters()]
+    turns = 0
+    with InMemorySnapshot(model, optimizers) as snap:
+        for _ in snap.steps(3):
+            (model(torch.ones(2)).sum() * turns).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            turns += 1
+    assert "turns (line" in caplog.text
 
 
 NONE: list[str] = []
@@ -632,12 +1182,25 @@ NONE: list[str] = []
     ("loop", "named", "others"),
     [
         (annealed, ["warmth (line", 'kept = {"warmth": warmth}', 'kept["warmth"] for warmth'], NONE),
+        (with_two_steps_in_a_turn, ["warmth (line"], NONE),
         (annealed_in_a_function, ["warmth (line", 'kept = {"warmth": warmth}'], NONE),
         (with_a_loss_that_is_logged, NONE, NONE),
         (with_two_sources, NONE, NONE),
         (with_a_generator_for_each_turn, NONE, NONE),
         (with_hooks_on_a_step, ["turns[0] (line", "get=lambda: list(turns), set=lambda values: turns."], ["logged"]),
-        (with_helpers, ["stopper.best (line", "stopper.waited (line", "warming.turn (line"], ["meter"]),
+        (with_a_function_of_its_own, ["Counted.share (line"], ["logged"]),
+        (with_a_schedule_that_reads, ["held['scale'] (line"], NONE),
+        (with_functions_that_share, ["calls.found[0].turns (line", "SETTINGS['warmth'] (line"], ["logged"]),
+        (with_callbacks, ["calls.found[0].turns (line"], ["logged"]),
+        (with_helpers, ["stopper.best (line", "stopper.waited (line", "warming.turn (line"], ["meter", "percent"]),
+        (with_an_event_that_stops_it, ["stopper.best (line", "stopper.waited (line"], NONE),
+        (with_an_entry_that_stops_it, ["stopper.best (line", "stopper.waited (line", "found (line"], NONE),
+        (
+            evaluated_on_its_own_data,
+            ["training.place (line", 'snap.track("training/place"', 'snap.track("other/place"'],
+            ["held_out"],
+        ),
+        (with_a_schedule_of_parts, ["cycle.phases[0].turn (line"], ["cycle.at"]),
         (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
         (
             lambda snap, job: Scheduled(job).train(snap),
@@ -652,6 +1215,11 @@ NONE: list[str] = []
         ),
         (with_a_generator_that_trains, ["rate (line"], ["logged"]),
         (in_a_function_that_a_library_calls, ["rates[0] (line"], ["logged"]),
+        (replayed, ["experience (line", "get=lambda: pickle.dumps(vars(experience))"], ["experience.place"]),
+        (with_a_target, ['snap.track("target", tensors=target)'], NONE),
+        (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
+        (with_a_solver_for_each_batch, NONE, NONE),
+        (evaluated_now_and_then, ["watching.turns (line", 'track("target", tensors=watching.target)'], NONE),
     ],
 )
 def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
@@ -669,8 +1237,13 @@ def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
     [
         (
             with_iterators,
-            ["scales (line", "counted (line", 'name="scales"', 'name="counted"'],
+            ["scales (line", "counted (line", "shares (line", 'name="scales"', 'name="counted"'],
             ["noise (line", "kept (line"],
+        ),
+        (
+            lambda snap, job: Endless(DataLoader(TensorDataset(torch.ones(90, 4)), 2)).train(snap, job),
+            ["self.batches (line", 'self.batches = iter(snap.data(lambda: ..., name="batches"))'],
+            NONE,
         ),
         (from_a_list, ["cycles[i] = iter(snap.data(", "by_name['b'] = iter(snap.data("], ["kept[i]"]),
     ],

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -177,6 +177,13 @@ def check(loop: Loop, *kills: int) -> list[str]:
         third.end()
     hook.end()
     return expected
+
+
+def check_once(loop: Loop, kills: Iterable[int]) -> None:
+    """`check`, without a second kill."""
+    expected, taken = whole(loop)
+    for kill in kills:
+        assert whole(loop, taken[kill])[0] == expected[kill:]
 
 
 # ---------------------------------------------------------------------- data sets
@@ -434,9 +441,12 @@ def test_what_a_loop_asks_the_loader_for_the_data_answers() -> None:
     assert not hasattr(Hook().data(lambda: iter(())), "dataset")
 
 
+def distributed() -> DataLoader[Any]:
+    return loader(sampler=DistributedSampler(table(), num_replicas=2, rank=1, seed=3))
+
+
 def test_the_user_tells_a_distributed_sampler_the_pass() -> None:
-    sampler = partial(DistributedSampler, table(), num_replicas=2, rank=1, seed=3)
-    check(over(lambda: loader(sampler=sampler()), before_pass=lambda source, epoch: source.sampler.set_epoch(epoch)))
+    check(over(distributed, before_pass=lambda source, epoch: source.sampler.set_epoch(epoch)))
 
 
 def test_a_pass_that_is_left_counts_as_finished_when_the_next_begins() -> None:
@@ -488,6 +498,24 @@ def test_a_sampler_that_counts_its_passes_goes_on_counting(workers: int) -> None
     check(over(lambda: make(sampler=CountsItsPasses(10))), *([] if workers == 0 else [4, 7]))
 
 
+class TellsThePass:
+    """A library's wrapper of a loader, as Lightning Fabric's, that counts passes for a distributed sampler."""
+
+    __module__ = "torch.utils.wrappers"
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.passes = inner, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.inner.sampler.set_epoch(self.passes)
+        self.passes += 1
+        yield from self.inner
+
+
+def test_a_librarys_wrapper_that_counts_passes_goes_on_counting() -> None:
+    check(over(lambda: TellsThePass(distributed())))
+
+
 class Stages(Dataset[torch.Tensor]):
     """A curriculum: there is more of it in each pass."""
 
@@ -534,10 +562,8 @@ def test_a_source_that_is_read_now_and_then() -> None:
             for batch in other:
                 yield f"{epoch} {train(hook, batch)}"
 
-    expected, taken = whole(loop)
     # Only in the first loop: in the second one, `labelled` has ended, so a restarted job continues with its next pass.
-    for kill in (0, 2, 5):
-        assert whole(loop, taken[kill])[0] == expected[kill:]
+    check_once(loop, (0, 2, 5))
 
 
 def test_several_batches_a_step() -> None:
@@ -573,9 +599,7 @@ def test_a_batch_that_is_prepared_ahead() -> None:
                 torch.rand(9)  # an evaluation
             yield train(hook, batch)
 
-    expected, taken = whole(loop)
-    for kill in range(12):
-        assert whole(loop, taken[kill])[0] == expected[kill:]
+    check_once(loop, range(12))
 
 
 def after_batches(count: int, **options: Any) -> Data:
@@ -675,9 +699,7 @@ def test_an_endless_iterator_that_knows_its_place_may_be_given() -> None:
                 return
             yield train(hook, batch)
 
-    expected, taken = whole(loop)
-    for kill in range(14):
-        assert whole(loop, taken[kill])[0] == expected[kill:]
+    check_once(loop, range(14))
 
 
 def test_a_loader_that_skips_is_told_its_place_and_read_again_if_that_is_not_exact(
@@ -857,17 +879,6 @@ def test_a_place_that_is_none_is_refused() -> None:
 # ---------------------------------------------------------------------- small things
 
 
-def test_a_source_may_become_another_from_the_next_pass_on() -> None:
-    def loop(hook: Hook) -> Iterator[str]:
-        data = hook.data([0])
-        for epoch in range(data.epoch(), 3):
-            data.source = [100 * epoch + number for number in range(4)]
-            for batch in data:
-                yield f"{epoch} {train(hook, batch)}"
-
-    assert len(check(loop)) == 12
-
-
 def test_it_knows_how_long_it_is() -> None:
     hook = Hook()
     data = hook.data(loader())
@@ -908,11 +919,3 @@ def test_that_no_worker_lives_on_is_said_at_the_start(persistent: bool, caplog: 
     whole(over(lambda: loader(num_workers=1, persistent_workers=persistent), passes=2))
     said = [line.levelname for line in caplog.records if "persistent_workers" in line.message]
     assert said == ["WARNING"] * persistent
-
-
-def test_what_is_read_again_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    _, taken = whole(over(loader))
-    _, rest = begin_a_process(over(loader), taken[9])
-    next(rest)
-    assert "again of pass 1: 3" in caplog.text

@@ -61,6 +61,31 @@ def test_gradients_that_are_kept_from_step_to_step_are_named_once(watched: Watch
     assert watched.said == [(KEPT, "model0.weight")]
 
 
+def test_gradients_that_are_zeroed_before_they_are_used_are_not_kept(watched: Watched) -> None:
+    for _ in range(4):
+        watched.backward()  # of a loss that only passes through this model
+        watched.zero()
+        watched.backward()
+        watched.gradients.stepped()
+    assert watched.said == []
+
+
+def test_gradients_that_are_zeroed_in_a_step_that_does_not_use_them_are_not_kept(watched: Watched) -> None:
+    """As those of a generator that trains in every second step, and that the discriminator's loss passes through."""
+    watched.backward()
+    watched.gradients.stepped()
+    for is_used in (False, False, True):
+        watched.backward()
+        if is_used:
+            with torch.no_grad():
+                watched.model.weight.add_(1)
+        watched.zero()
+        watched.gradients.stepped()
+        assert bool(watched.said) is is_used
+        watched.backward()
+        watched.gradients.stepped()
+
+
 def test_a_step_that_is_left_out_is_noticed(watched: Watched) -> None:
     for step in range(6):
         watched.backward()
@@ -78,6 +103,16 @@ def test_gradients_without_any_step_are_told_of_after_a_while(watched: Watched) 
     watched.gradients.check()
     assert watched.said == [(NO_STEP, MOST_WITHOUT_A_STEP)]
     assert watched.zeroed == MOST_WITHOUT_A_STEP + 2 - (MOST_ZEROED - 1)
+
+
+def test_a_first_turn_with_many_steps_in_it_is_no_loop_without_a_step(watched: Watched) -> None:
+    """As where several networks are trained, each of them many times in a turn."""
+    optim = torch.optim.SGD(watched.model.parameters(), 0.1)
+    for _ in range(MOST_WITHOUT_A_STEP + 3):
+        watched.backward()
+        optim.step()
+        watched.zero()
+    assert watched.said == []
 
 
 def test_gradients_without_any_step_are_told_of_as_the_loop_ends(watched: Watched) -> None:

@@ -30,6 +30,9 @@ from tests.unit.test_beginning import warnings_of
 class Centred(torch.nn.Module):
     """Keeps a running mean and a count in attributes where nobody looks."""
 
+    def parameters(self) -> Any:  # type: ignore[override]
+        return [self.weight]  # some modules' own take no arguments
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(3))
@@ -66,6 +69,18 @@ def step(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Opti
     snap.drain(60)
     optim.step()
     optim.zero_grad()
+
+
+def trained(snap: InMemorySnapshot, model: torch.nn.Module, optim: torch.optim.Optimizer, steps: int) -> None:
+    with snap:
+        for _ in range(steps):
+            step(snap, model, optim)
+
+
+def named(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The names in each line about attributes that steps change."""
+    said = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
+    return [text.partition(":")[0] for text in said]
 
 
 def test_tensors_in_attributes_are_found_and_what_is_captured_is_not() -> None:
@@ -237,11 +252,8 @@ class Merging(torch.optim.SGD):
 def test_attributes_that_change_are_named_once(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Recurrent()
     optim = Merging(model.parameters())
-    with InMemorySnapshot(model, optim) as snap:
-        for _ in range(9):
-            step(snap, model, optim)
-    said = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
-    assert [text.partition(":")[0] for text in said] == [
+    trained(InMemorySnapshot(model, optim), model, optim, 9)
+    assert named(caplog) == [
         "optim.copies[0]; optim.copies[1]",
         "model0.calls; model0.hidden; model0.means['x']",
     ]
@@ -252,10 +264,52 @@ def test_attributes_that_are_tracked_are_not_named(arena: Path, caplog: pytest.L
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     snap = InMemorySnapshot(model, optim)
     snap.track("kept", get=lambda: (model.hidden, model.means, model.calls), set=lambda values: None)
+    trained(snap, model, optim, 9)
+    assert not any("not captured" in text for text in warnings_of(caplog))
+
+
+class Counter:
+    """An environment that a model was made for, and that the script steps."""
+
+    turns = 0
+
+
+class Playing(torch.nn.Linear):
+    """Holds environments."""
+
+    def __init__(self, *environments: Counter) -> None:
+        super().__init__(2, 2)
+        self.counter, self.other = environments
+
+
+def test_an_object_that_is_tracked_is_not_named_where_a_model_holds_it(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counters = [Counter(), Counter()]
+    model = Playing(*counters)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    snap = InMemorySnapshot(model, optim)
+    known = counters[0]
+    snap.track("counter", get=lambda: dict(vars(known)), set=lambda held: vars(known).update(held))
     with snap:
         for _ in range(9):
             step(snap, model, optim)
-    assert not any("not captured" in text for text in warnings_of(caplog))
+            for each in counters:
+                each.turns += 1
+    assert "model0.other.turns" in caplog.text and "model0.counter" not in caplog.text
+
+
+def test_a_module_that_each_step_makes_anew_is_not_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optim = job()
+    kept = torch.nn.Linear(2, 3)
+    with InMemorySnapshot(model, optim) as snap:
+        for number in range(4):
+            fast = torch.nn.Linear(2, 3)
+            for each in (kept, fast):
+                torch.nn.init.constant_(each.weight, number)
+            step(snap, model, optim)
+    (said,) = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text and "kept" in text]
+    assert "fast" not in said
 
 
 def test_the_rate_of_a_layer_is_named_where_steps_change_it(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,8 +320,36 @@ def test_the_rate_of_a_layer_is_named_where_steps_change_it(arena: Path, caplog:
         for _ in range(9):
             step(snap, model, optim)
             dropout.p *= 0.9
-    said = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
-    assert [text.partition(":")[0] for text in said] == ["model0.1.p"]
+    assert named(caplog) == ["model0.1.p"]
+
+
+class Normed(torch.nn.Module):
+    """Begins with what its first batch is, as ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(3))
+        self.begun = self.logged = False
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if not self.begun:
+            self.shift.data.copy_(-value.mean(0))
+            self.begun = True
+        return value + self.shift
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_a_switch_that_the_first_step_turns_is_named(
+    arena: Path, caplog: pytest.LogCaptureFixture, is_tracked: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), Normed())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    snap = InMemorySnapshot(model, optim)
+    if is_tracked:
+        layer = model[1]
+        snap.track("begun", get=lambda: layer.begun, set=lambda value: setattr(layer, "begun", value))
+    trained(snap, model, optim, 3)
+    assert named(caplog) == ([] if is_tracked else ["model0.1.begun"])
 
 
 class Rounded:
@@ -298,7 +380,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("arena", "alone")
 @pytest.mark.parametrize(
-    ("make", "hook", "named"),
+    ("make", "hook", "names"),
     [
         (Rounded, round_gradients, ["count", "lost[0]"]),
         (partial(powerSGD_hook.PowerSGDState, None), powerSGD_hook.powerSGD_hook, ["iter"]),
@@ -306,16 +388,13 @@ def alone() -> Iterator[None]:
     ids=["the user's", "torch's"],
 )
 def test_the_state_of_a_hook_for_gradients_is_named(
-    make: Any, hook: Any, named: list[str], caplog: pytest.LogCaptureFixture
+    make: Any, hook: Any, names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = DistributedDataParallel(torch.nn.Linear(2, 3))
     model.register_comm_hook(make(), hook)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with InMemorySnapshot(model, optim) as snap:
-        for _ in range(5):
-            step(snap, model, optim)
-    (said,) = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text]
-    assert said.partition(":")[0].split("; ") == [f"model0._comm_hooks[0][1].{name}" for name in named]
+    trained(InMemorySnapshot(model, optim), model, optim, 5)
+    assert named(caplog) == ["; ".join(f"model0._comm_hooks[0][1].{name}" for name in names)]
 
 
 @pytest.mark.usefixtures("arena", "alone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -49,13 +48,13 @@ def weights(model: nn.Module) -> list[Any]:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-def start_anew(before: Make, after: Make) -> tuple[nn.Module, Any, nn.Module, Any]:
+def start_anew(before: Make, after: Make, make: Callable[[], Any] = net) -> tuple[Any, Any, Any, Any]:
     """Train a job for three steps, and restore it into one that is made with `after`."""
-    model = net()
+    model = make()
     optim = before(model)
     with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
         train(snap, model, optim, 3)
-    again = net()
+    again = make()
     other = after(again)
     with InMemorySnapshot(again, other, keep=True) as snap:
         assert snap.step == 3
@@ -144,11 +143,6 @@ def test_another_number_of_empty_groups_is_refused(arena: Path) -> None:
     assert "2 parameter groups in the snapshot, 3" in text
 
 
-def test_another_class_is_refused(arena: Path) -> None:
-    text = refusal(in_order, lambda model: torch.optim.AdamW(model.parameters()))
-    assert "a torch.optim.adam.Adam in the snapshot, a torch.optim.adamw.AdamW" in text
-
-
 def test_state_that_may_hang_on_the_order_is_refused_in_another(arena: Path) -> None:
     class Own(torch.optim.Adam):
         pass
@@ -190,15 +184,8 @@ def test_a_parameter_with_two_names_has_one_state(arena: Path) -> None:
         model[1].weight = model[0].weight  # type: ignore[index]
         return model
 
-    model = tied()
-    optim = in_order(model)
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        train(snap, model, optim, 2)
-    again = tied()
-    other = reversed_order(again)
-    with InMemorySnapshot(again, other) as snap:
-        assert snap.step == 2
-        assert moments(again, other) == moments(model, optim)
+    model, optim, again, other = start_anew(in_order, reversed_order, tied)
+    assert moments(again, other) == moments(model, optim)
 
 
 def test_a_parameter_that_is_made_after_the_hook_has_its_name(arena: Path) -> None:
@@ -266,25 +253,16 @@ class Remembering(torch.optim.SGD):
 
 
 def test_what_an_optimizer_remembers_in_attributes_comes_back(arena: Path) -> None:
-    def job() -> tuple[torch.nn.Module, Remembering]:
-        torch.manual_seed(1)
-        model = net()
-        return model, Remembering(model.parameters())
+    def elsewhere(model: nn.Module) -> Remembering:
+        optim = Remembering(model.parameters())
+        optim.device = "meta"  # it never changed in the run, so it is the job's own
+        return optim
 
-    model, optim = job()
-    with InMemorySnapshot(model, optim, keep=True) as snap:
-        for _ in snap.steps(3):
-            model(torch.ones(1, 4)).sum().backward()
-            optim.step()
-            optim.zero_grad()
-    again, other = job()
-    other.device = "meta"  # it never changed in the run, so it is the job's own
-    with InMemorySnapshot(again, other) as snap:
-        assert snap.step == 3
-        assert other.norms == optim.norms and len(other.norms) == 3
-        assert other.seen is other.norms
-        assert other.scale == optim.scale and type(other.scale) is np.float64
-        assert (other.phase, other.device) == ("main", "meta")
+    _, optim, _, other = start_anew(lambda m: Remembering(m.parameters()), elsewhere)
+    assert other.norms == optim.norms and len(other.norms) == 3
+    assert other.seen is other.norms
+    assert other.scale == optim.scale and type(other.scale) is np.float64
+    assert (other.phase, other.device) == ("main", "meta")
 
 
 class Odd(torch.optim.Optimizer):
@@ -432,14 +410,7 @@ def test_a_parameter_that_gets_its_first_gradient_late_has_its_state(arena: Path
             first: torch.Tensor = self.layers[0](inputs)  # type: ignore[index]
             return self.layers[1](first) if self.calls > step else first  # type: ignore[index]
 
-    model = Bypassed()
-    optim = make(model)
-    with InMemorySnapshot(model, optim, keep=True, strict=True) as snap:
-        train(snap, model, optim, 3)
-    again = Bypassed()
-    other = make(again)
-    with InMemorySnapshot(again, other, keep=True) as snap:
-        assert snap.step == 3
+    model, optim, again, other = start_anew(make, make, Bypassed)
     counts = [[of.state[p].get("n") for p in job.parameters()] for job, of in ((model, optim), (again, other))]
     assert counts[0] == counts[1] == [3, 3, 3 - step, 3 - step]
 
@@ -601,16 +572,26 @@ def test_an_optimizer_without_groups_and_without_others_is_refused() -> None:
         unwrapped(Empty())
 
 
+class Looked(str):
+    """A name that counts how often one is looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Looked.looks += 1
+        return super().__hash__()
+
+
 def test_a_large_group_is_compared_in_one_go() -> None:
-    """Twenty thousand parameters in two groups, as experts' scales are: minutes if each one had its group compared."""
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(20_000)]
+    """Experts' scales are tens of thousands of parameters: minutes if each one had its group compared."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2000)]
     optim = torch.optim.SGD([{"params": parameters[:10]}, {"params": parameters[10:]}], lr=0.1)
     state = OptimizerState(optim, "optim", replicated=False)
     look = state.look()
-    began = time.monotonic()
+    held = look.fixed["groups"] = [[Looked(name) for name in group] for group in look.fixed["groups"]]
+    Looked.looks = 0
     state.check(look.late(), look.fixed)
-    assert time.monotonic() - began < DEADLINE_S / 2
-    held = look.fixed["groups"]
+    assert 2000 <= Looked.looks <= 20 * 2000
     held[0][0], held[1][0] = held[1][0], held[0][0]
     with pytest.raises(StateMismatch, match=r"is in another parameter group"):
         state.check(look.late(), look.fixed)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import ConfigError, InMemorySnapshot
 from holdfast.snapshot.step import variables
+from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, looping, trial, warnings_of
 
 pytestmark = pytest.mark.usefixtures("arena")
@@ -202,7 +205,15 @@ def noise_in_a_closure(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-@pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module, noise_in_a_closure])
+def noise_of_many(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
+    for _ in snap.steps(STEPS):
+        job.model(sum(torch.randn(6, 4, generator=each) for each in generators)).square().sum().backward()
+        yield
+        job.step()
+
+
+@pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module, noise_in_a_closure, noise_of_many])
 def test_generators_in_variables_go_on(loop: Loop) -> None:
     assert trial(loop).statistics.failed == 0
 
@@ -385,7 +396,7 @@ def test_an_average_of_the_weights_in_a_variable_is_named_once(caplog: pytest.Lo
 
     frozen.eval()
     said = "".join(said_of(job.hook(), job, after, caplog))
-    assert said.count('snap.track("mean", tensors=mean)') == 1
+    assert "".join(warnings_of(caplog)).count('snap.track("mean", tensors=mean)') == 1
     assert '"ours"' not in said  # one of the mean's
     assert said.count('snap.track("shadow", get=') == said.count('snap.track("queue", get=') == 1
     assert "frozen" not in said and "still" not in said and "batch" not in said and "predicted" not in said
@@ -398,7 +409,7 @@ def test_the_rate_of_a_loss_that_steps_change_is_named_once(caplog: pytest.LogCa
         smooth.label_smoothing *= 0.9
 
     said = "".join(said_of(job.hook(), job, after, caplog))
-    assert said.count('snap.track("label_smoothing", get=lambda: smooth.label_smoothing') == 1
+    assert said.count('snap.track("smooth/label_smoothing", get=lambda: smooth.label_smoothing') == 1
     assert isinstance(fixed, torch.nn.Module) and "fixed" not in said
 
 
@@ -476,8 +487,31 @@ def test_passes_that_nobody_has_asked_for_are_told_of_once(kept: bool, caplog: p
             for batch in data:
                 job.model(batch).square().sum().backward()
                 job.step()
-    said = [text for text in warnings_of(caplog) if "another pass over data" in text]
+    said = [text for text in warnings_of(caplog) if "asked for neither" in text]
     assert len(said) == (not kept)
+
+
+def test_passes_that_a_library_counts_are_told_of_in_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+
+    def train(batch: torch.Tensor) -> None:
+        job.model(batch).square().sum().backward()
+        job.step()
+
+    with job.hook() as snap, ThreadPoolExecutor(1) as pool:
+        for batch in snap.data([torch.randn(6, 4), torch.randn(6, 4)]):
+            pool.submit(train, batch).result(DEADLINE_S)
+    assert [text for text in warnings_of(caplog) if "asked for neither" in text]
+
+
+def test_ranks_that_may_end_at_different_steps_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.model._join_config = _JoinConfig(enable=True, throw_on_early_termination=False, is_first_joinable=True)
+    with job.hook() as snap:
+        for _ in snap.steps(2):
+            job.backward()
+            job.step()
+    assert len([text for text in warnings_of(caplog) if "Join is entered" in text]) == 1
 
 
 def test_a_loop_over_step_numbers_may_begin_as_many_passes_as_it_needs(caplog: pytest.LogCaptureFixture) -> None:
@@ -491,4 +525,4 @@ def test_a_loop_over_step_numbers_may_begin_as_many_passes_as_it_needs(caplog: p
                 batch = next(batches)
             job.model(batch).square().sum().backward()
             job.step()
-    assert "another pass over data" not in "".join(warnings_of(caplog))
+    assert "asked for neither" not in "".join(warnings_of(caplog))

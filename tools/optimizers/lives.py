@@ -6,10 +6,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from torch._C._distributed_c10d import HashStore
 
 import holdfast.integrations.adapters.torch_native  # noqa: F401  # so that lives need not, each for itself
 from holdfast import InMemorySnapshot
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.smp_daemon.shared.spawn import parse_report, smp_options
@@ -139,11 +138,8 @@ def _read(events: Path, late: bool) -> Lived:
 
 @contextmanager
 def _ground() -> Iterator[Path]:
-    ground = Path(tempfile.mkdtemp(prefix="holdfast-optimizers-", dir="/dev/shm"))
-    try:
-        yield ground
-    finally:
-        shutil.rmtree(ground)
+    with Scratch("test") as scratch:
+        yield scratch.path
 
 
 def _environment(ground: Path) -> dict[str, str]:

@@ -190,8 +190,9 @@ class Life:
     def _snapshot(self, *args: Any, **options: Any) -> Any:
         if self._order.undisturbed:
             return Undisturbed(*args, **options)
-        self._snap = importlib.import_module(FRONT_DOOR).InMemorySnapshot(*args, **options)
-        return _WatchedSnapshot(self._snap, self._say, self._leave)
+        watched = _watched(importlib.import_module(FRONT_DOOR).InMemorySnapshot, self._say, self._leave)
+        self._snap = watched(*args, **options)
+        return self._snap
 
     def _leave(self) -> None:
         if self._gate is not None:
@@ -226,26 +227,21 @@ class Life:
         self._say(kind="finished", state=dict(digests(kept)))
 
 
-class _WatchedSnapshot:
-    """Wraps an `InMemorySnapshot`: reports the restored step on entry, and calls `leave` before it exits."""
+def _watched(kind: Any, say: Callable[..., None], leave: Callable[[], None]) -> Any:
+    """A kind of `InMemorySnapshot` that reports the restored step on entry, and calls `leave` before it exits."""
 
-    def __init__(self, snap: Any, say: Callable[..., None], leave: Callable[[], None]) -> None:
-        self._snap = snap
-        self._say = say
-        self._leave = leave
+    class Watched(kind):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            snap = super().__enter__()
+            restored = snap.restored.snapshot
+            say(kind="entered", step=restored.step if restored else None)
+            return snap
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._snap, name)
+        def __exit__(self, *raised: Any) -> Any:
+            leave()
+            return super().__exit__(*raised)
 
-    def __enter__(self) -> Any:
-        snap = self._snap.__enter__()
-        restored = snap.restored.snapshot
-        self._say(kind="entered", step=restored.step if restored else None)
-        return snap
-
-    def __exit__(self, *raised: Any) -> Any:
-        self._leave()
-        return self._snap.__exit__(*raised)
+    return Watched
 
 
 class Gate:

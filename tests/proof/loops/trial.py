@@ -9,7 +9,6 @@ import ctypes
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import torch
 import torch._dynamo  # lives that compile a step would import it, which takes a second
 
 import holdfast.integrations.adapters.torch_native  # noqa: F401  # so that lives need not, each for itself
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
@@ -115,14 +115,14 @@ class Trials:
 
     @contextmanager
     def _ground(self, log: Path | None) -> Iterator[Path]:
-        ground = Path(tempfile.mkdtemp(prefix="holdfast-loops-", dir="/dev/shm"))
-        try:
-            (ground / "log").touch()
-            yield ground
-        finally:
-            if log is not None:
-                log.write_text((ground / "log").read_text(errors="replace"))
-            shutil.rmtree(ground)
+        with Scratch("test") as scratch:
+            noted = scratch.path / "log"
+            noted.touch()
+            try:
+                yield scratch.path
+            finally:
+                if log is not None:
+                    log.write_text(noted.read_text(errors="replace"))
 
     @contextmanager
     def _smp(self, ground: Path) -> Iterator[Forked]:

@@ -1,0 +1,120 @@
+"""Notes which functions of the user's own run from one step to the next, whoever calls them: hooks, callbacks that are
+found by name, the backward of a `torch.autograd.Function`."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.state.walk import is_captured_as_such, package_of
+from holdfast.snapshot.step.variables import is_users_frame
+
+MOST_LOOKS = 8
+"""A function is looked at this many times, for the objects whose method it is: some run very often."""
+
+MOST_EVENTS = 1_000_000
+"""So many calls and returns are heard of, which takes a fraction of a second: a compiler that is at work between two
+steps, or an evaluation, is slowed down no longer."""
+
+LAMBDA = "<lambda>"
+"""The name of the code of each function without a name."""
+
+log = get_log(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function that ran.
+
+    Attributes:
+        code: of the function. caller: of the one that called it. variables: those of its module. known: its own that
+            are sure to be there for long.
+        itself: what it calls the object whose method it is; empty if it is none. owner: that object; None: it is gone.
+        gives: whether what it returns goes into a step: torch takes it, or it is a model's.
+    """
+
+    code: CodeType
+    caller: CodeType
+    variables: dict[str, Any]
+    known: dict[str, Any]
+    itself: str
+    owner: Callable[[], Any]
+    gives: bool
+
+
+class Calls:
+    """Notes them in this thread, until `stop`. While a profiler is at work there, it notes nothing. Nothing that would
+    otherwise be freed is kept alive."""
+
+    def __init__(self) -> None:
+        self._looks: Counter[CodeType] = Counter()
+        self._found: dict[tuple[CodeType, int, CodeType], Call] = {}
+        self._is_over = False
+        self._left = MOST_EVENTS
+        if sys.getprofile() is None:
+            sys.setprofile(self._note)
+
+    def stop(self) -> list[Call]:
+        """Returns what was noted. Another thread than that which began ends it when it calls something."""
+        self._is_over = True
+        return list(self._found.values())
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        self._left -= 1
+        if self._is_over or not self._left:
+            sys.setprofile(None)
+        elif event == "return" and self._looks[frame.f_code] < MOST_LOOKS:
+            self._looks[frame.f_code] += 1
+            try:
+                self._look(frame)
+            except Exception:  # it would end the function that is looked at
+                log.exception("which functions run in a step could not be followed")
+                self._is_over = True
+
+    def _look(self, frame: FrameType) -> None:
+        code = frame.f_code
+        is_part = code.co_name.startswith("<") and code.co_name != LAMBDA
+        if is_part or not is_users_frame(frame) or _is_read_by_us(frame):
+            self._looks[code] = MOST_LOOKS
+            return
+        local = frame.f_locals
+        first = code.co_varnames[0] if code.co_argcount else ""
+        itself = first if first in ("self", "cls") else ""
+        owner = local.get(itself)
+        if isinstance(owner, DataLoader | Dataset | Sampler):
+            return  # their attributes belong to the place in the data
+        kept = {name: each for name, each in local.items() if name in code.co_freevars or is_captured_as_such(each)}
+        caller = frame.f_back or frame
+        gives = package_of(caller.f_globals.get("__name__", "")) == "torch" or is_captured_as_such(owner)
+        called = Call(code, caller.f_code, frame.f_globals, kept, itself, _reference(owner), gives)
+        self._found[code, id(owner), caller.f_code] = called
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    while (outer := frame.f_back) is not None:
+        yield (frame := outer)
+
+
+def _is_read_by_us(frame: FrameType) -> bool:
+    """Whether holdfast calls a function, as it reads data, with no other function of the user in between."""
+    for each in _callers(frame):
+        if is_users_frame(each):
+            return False
+        if package_of(each.f_globals.get("__name__", "")) == "holdfast.snapshot":
+            return True
+    return False
+
+
+def _reference(owner: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # it has slots only, or there is none
+        return lambda: owner
