@@ -157,6 +157,8 @@ class Launcher:
 
     def close(self) -> None:
         """End the zygote and its trainers."""
+        if not self._ready:
+            self._process.kill()  # it still imports, and would not see that the channel is closed
         self._channel.close()
         try:
             self._process.wait(10)

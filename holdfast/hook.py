@@ -20,16 +20,14 @@ class InMemorySnapshot(SnapshotHook):
     and the optimizer are made, and before data is read. Leaving without an exception ends the job and frees its memory,
     unless a loop over `steps` or `data` was left before its end.
 
-    Say where a step begins with `steps`, `data` or `begin`. A plain loop need not, in each turn of which one forward in
-    training mode and its backward are followed by one step of one optimizer. Any other loop ends with a `ConfigError`
-    in its first turns, which names the line to add. docs/loops.md says which state belongs to a snapshot.
+    Say where a step begins with `steps`, `data` or `begin`; a plain loop need not. docs/loops.md says which loops are
+    plain, and which state belongs to a snapshot.
 
     Args:
         model: a module, or a list of modules (Megatron's chunks).
-        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core. The state of optimizers that
-            it wraps, as SAM and torchtitan's container do, is captured too. A step of an optimizer
-            that a `torch.amp.GradScaler` among `extra` skips is a step. None: the loop changes parameters by itself;
-            all of them are copied as a step begins, which the loop waits for, into as much memory again.
+        optim: a `torch.optim.Optimizer`, a list of them, or an optimizer of megatron-core; optimizers that it wraps, as
+            SAM and torchtitan's container do, are captured too. None: the loop changes parameters by itself, and waits
+            while all of them are copied as a step begins, into as much memory again.
         scheduler: a learning rate scheduler, or a list of them.
         extra: more objects with ``state_dict`` and ``load_state_dict``, by name, such as a data loader. Entries that
             are None are left out. Ranks may pass different objects.
@@ -47,8 +45,7 @@ class InMemorySnapshot(SnapshotHook):
         domains: failure domains of this node, such as ``"rack=r7,switch=s3,@dp"``. No group has more than m nodes of
             one domain, if that is possible. ``@dp`` is the rank's own data-parallel place. Default
             ``HOLDFAST_DOMAINS``.
-        slots: slot files per shard, 2 to 16. docs/protection.md says what they cost in memory, and what 2 are too few
-            for.
+        slots: slot files per shard, 2 to 16, at the cost and for the reasons in docs/protection.md.
         start: start an SMP if none runs on this node.
         keep: leave the SMPs and their snapshots in place when the block ends well.
         strict: raise if snapshots can no longer be taken; the default is to log it and train on.
@@ -63,7 +60,7 @@ class InMemorySnapshot(SnapshotHook):
         restore_step: restore the snapshot of this step instead of the newest. Newer ones are kept until a snapshot
             taken since is protected; from then on, a restart with the same value resumes from what was taken since.
             Default ``HOLDFAST_RESTORE_STEP``.
-        require: ``"snapshot"``: refuse to begin from nothing; a number: refuse to go back behind that step, with an
+        require: ``"snapshot"``: refuse to begin from nothing; a number: refuse to go back to before that step, with an
             `Unrecoverable` that says what was found. Of a script with several trainings it concerns the first that is
             entered. Default ``HOLDFAST_REQUIRE``, or nothing is required.
         elastic: also restore a snapshot of a different number of data-parallel ranks; its shards are cut anew, in

@@ -13,13 +13,16 @@ from holdfast.smp_daemon.shared.addresses import LOOPBACK, parse_hosts
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.smp_daemon.shared.paths import arena_path
+from holdfast.smp_daemon.shared.paths import arena_path, known_owner, socket_path
 from holdfast.smp_daemon.shared.settings import HOST, JOB, NODE, OF_AN_SMP
 from holdfast.smp_daemon.shared.spawn import START_DEADLINE_S, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE, System
 
 TRIES = 3
 """How often a trainer looks for an SMP: one that served at the last look may have been that of a job at its end."""
+
+SLOW_S = 5.0
+"""After how many seconds without an answer a process says whom it waits for. A start takes half a second."""
 
 log = get_log(__name__)
 
@@ -67,11 +70,24 @@ def _warn_of_settings(client: SmpClient) -> None:
 
 def _reach(arena: Path, job: str, tries: int, coord: str | None, system: System) -> SmpClient:
     """Connect to the SMP, which is started up to `tries` - 1 times. Raises `SmpUnavailable`, and as `start_here`."""
-    for _ in range(tries - 1):
-        with suppress(SmpUnavailable):
-            return SmpClient(arena, job, coord, system)
-        start_here(arena, job, system=system)
-    return SmpClient(arena, job, coord, system)
+    reached = system.Event()
+    system.Thread(target=_say_if_slow, args=(arena, reached, system), name="holdfast-slow", daemon=True).start()
+    try:
+        for _ in range(tries - 1):
+            with suppress(SmpUnavailable):
+                return SmpClient(arena, job, coord, system)
+            start_here(arena, job, system=system)
+        return SmpClient(arena, job, coord, system)
+    finally:
+        reached.set()
+
+
+def _say_if_slow(arena: Path, reached: threading.Event, system: System) -> None:
+    """Say once whom this process waits for: it may be for minutes."""
+    if not reached.wait(SLOW_S):
+        smp = known_owner(arena, system) if socket_path(arena).exists() else None
+        whom = f"SMP {smp.pid}, whose log is {arena / 'smp.log'}" if smp is not None else "one that is being started"
+        log.warning("for %.0f s no SMP has let this process in at %s: waiting for %s", SLOW_S, arena, whom)
 
 
 def start_here(

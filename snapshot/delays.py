@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.logs import Episodes
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery
@@ -12,13 +16,30 @@ STARVED_S = 30.0
 longer for one of many bytes."""
 
 
+@dataclass(eq=False)
 class Delays:
     """Used by the training thread."""
 
-    def __init__(self, episodes: Episodes, protect_every: ProtectEvery) -> None:
-        self._episodes = episodes
-        self._protect_every = protect_every
-        self._behind = False  # a snapshot was due to be protected while another was being encoded
+    _episodes: Episodes
+    _protect_every: ProtectEvery
+    _behind: bool = False  # a snapshot was due to be protected while another was being encoded
+
+    def note_settled(self, ledger: Ledger, *, protected: bool, unprotected: Collection[SnapshotId]) -> None:
+        """All ranks have reported. Log if what was to be protected could not be, and if it can be again.
+
+        Args:
+            ledger: what they know now. protected: a snapshot has just become protected.
+            unprotected: those that were to be protected, and are only sealed.
+        """
+        if protected:
+            for key in ("starved", "unprotected"):
+                self._episodes.end(key, "snapshots are protected again: %s", ledger.protected)
+        elif unprotected:
+            text = (
+                "%s is sealed, and could not be protected: until one is, a node that is lost takes the steps since %s "
+                "with it; `holdfast status` and the logs of the SMPs say why"
+            )
+            self._episodes.begin("unprotected", text, max(unprotected), ledger.protected or "the start")
 
     def note_due(self, ledger: Ledger) -> None:
         """A snapshot is due. If one of `protect_every` is to be protected, log when encoding one takes longer than

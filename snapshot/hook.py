@@ -164,8 +164,7 @@ class SnapshotHook:
     def protected_step(self) -> int | None:
         """The newest step whose snapshot is protected on every node, as far as the ranks have agreed. None if there is
         none, and before entering."""
-        protected = self._entered.protecting.ledger.protected if self._entered is not None else None
-        return protected.step if protected else None
+        return self._entered.protected_step if self._entered is not None else None
 
     @property
     def sealed_step(self) -> int | None:
@@ -238,7 +237,7 @@ class SnapshotHook:
 
     def _roots(self) -> list[tuple[str, Any]]:
         modules = [(f"model{i}", module) for i, module in enumerate(self._adapter.modules())]
-        return [*modules, *((f"optim{i}", optimizer) for i, optimizer in enumerate(self._adapter.optimizers()))]
+        return [*modules, *((f"optim{i or ''}", optimizer) for i, optimizer in enumerate(self._adapter.optimizers()))]
 
     @contextmanager
     def phase(self, kind: Literal["comm"]) -> Iterator[None]:
@@ -346,6 +345,13 @@ def _spent(restored: Restored, system: System) -> Spent:
         return Spent(since=asked, until=asked).restarted(asked, asked, loaded, 0)
     account = from_plain(Spent, restored.notes[SPENT], "the account of the run's time")
     return account.restarted(loaded - system.ran_s(), asked, loaded, restored.steps_again or 0)
+
+
+LEFT_ALONE = (
+    "for %.0f s this rank, which left its loop after step %d, has waited for others that are still in theirs. If they "
+    "wait for it in a collective call, they do so until the timeout of its process group: ranks have to leave after "
+    "the same step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,14 +479,16 @@ class Session:
         if orders is None:
             return None
         rank, at, modules = self.rank.agreement.rank, self.progress, self._adapter.modules()
-
-        def protected() -> int | None:
-            newest = self.protecting.ledger.protected
-            return newest.step if newest else None
-
-        return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, protected, checks.restored_by_themselves)
+        theirs = checks.restored_by_themselves
+        return Auditor(orders, rank, at.epoch, at.step, modules, self.drain, lambda: self.protected_step, theirs)
 
     # ------------------------------------------------------------------ what users ask for
+
+    @property
+    def protected_step(self) -> int | None:
+        """See `SnapshotHook.protected_step`."""
+        protected = self.protecting.ledger.protected
+        return protected.step if protected else None
 
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
@@ -560,7 +568,8 @@ class Session:
             return keeps, False
         try:
             mine = _Leaving(keeps, takes, self.loop.has_stepped, self.progress.step)
-            everywhere = reduced(self.rank.agreement, mine)()
+            with self.rank.agreement.warn_if_slow(LEFT_ALONE, self.progress.step + self.loop.has_stepped):
+                everywhere = reduced(self.rank.agreement, mine)()
         except AgreementLost:
             self.protecting.part()
             return keeps, False

@@ -308,6 +308,8 @@ class Loop:
             self._steppers.check()
             self._progress.step_ended()
             self._rank.heartbeat()
+            if not self._protecting.layouts.is_planned:  # it will be, with room for what this step drew from
+                self._first.note_boundary()
             self._due = self._protecting.step_ended(began, is_last=is_last)
             if not self._position.declared:
                 self._first.step_ended(is_due=self.is_due)

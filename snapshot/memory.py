@@ -17,6 +17,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.plan import RestorePlan, newest_protected, newest_whole
+from holdfast.smp_daemon.shared.runs import own_inventories
 from holdfast.smp_daemon.shared.slotfile import SlotFormat, write_stamp
 from holdfast.smp_daemon.shared.starts import Start
 from holdfast.snapshot.collective.agreement import Agreement, default_agreement
@@ -25,8 +26,8 @@ from holdfast.snapshot.copy.devices import DeviceEngines
 from holdfast.snapshot.copy.tensors import leaf_of
 from holdfast.snapshot.resume.arrange import parse_protect
 from holdfast.snapshot.resume.choice import StartOptions
-from holdfast.snapshot.resume.entering import check_nothing_is_left, find_own
-from holdfast.snapshot.resume.reserve import await_slots, lay_out, node_turn
+from holdfast.snapshot.resume.entering import Entered, Reach, check_nothing_is_left, exchange, reach_of
+from holdfast.snapshot.resume.reserve import lay_out, node_turn, together
 from holdfast.snapshot.state.record import place_tensors, plan_format
 
 SLOTS = 3
@@ -85,9 +86,14 @@ class Memory:
 
     def find(self) -> tuple[dict[str, str], list[Inventory]]:
         """The node of every rank, in order, and what the SMPs hold of the job's run. A collective call. Raises as
-        `find_own`."""
-        entered, _, inventories = find_own(self.client, self.agreement, self.coord, StartOptions.of_run())
+        `exchange` and `own_run`."""
+        entered, _, inventories = self._find()
         return entered.coords, inventories
+
+    def _find(self) -> tuple[Entered, Reach, list[Inventory]]:
+        entered = exchange(self.client, self.agreement, self.coord, StartOptions.of_run())
+        reach = reach_of(entered.inventories, (), entered.options)  # this memory is not persisted
+        return entered, reach, own_inventories(entered.inventories, reach.run)
 
     def recover(self, plan: RestorePlan, coord: str) -> tuple[RecoveredShard, SlotFormat]:
         """Have this node hold a shard, and read its header. Blocks; raises `HoldfastError`."""
@@ -108,10 +114,10 @@ class Memory:
         anyone writes. Returns the run. A collective call.
 
         Raises:
-            HoldfastError: as `find_own` and `check_nothing_is_left`.
+            HoldfastError: as `find` and `check_nothing_is_left`.
         """
         if self._run is None:
-            entered, reach, inventories = find_own(self.client, self.agreement, self.coord, StartOptions.of_run())
+            entered, reach, inventories = self._find()
             self._kept = newest_whole(inventories)
             self._protected = newest_protected(inventories)
             if self._kept is None:
@@ -166,7 +172,8 @@ class Memory:
             run=run,
         )
         turn = partial(node_turn, client)
-        await_slots(client, agreement, layout, self.coord, lambda slots: self._engine.prepare(slots, turn))
+        together(agreement, lambda: client.configure(layout))
+        together(agreement, lambda: self._engine.prepare(client.slots(layout.epoch, self.coord), turn))
         self._layout = layout
         self._capacity = form.total_bytes
 

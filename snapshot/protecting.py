@@ -248,12 +248,13 @@ class Protecting:
             self.copier.say(saying)
         statistics, states = self._statistics, everywhere.states
         statistics.interval = self._intervals.rule.interval
-        missed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
-        statistics.protected += states.count(SnapshotState.PROTECTED)
-        statistics.failed += states.count(SnapshotState.FAILED) + len(missed.intersection(self.ledger.encoded))
-        if SnapshotState.PROTECTED in states:
-            self.episodes.end("starved", "snapshots are protected again: step %d", self._progress.step)
+        sealed = {s for s, state in zip(self.ledger.pending, states, strict=True) if state is SnapshotState.SEALED}
+        unprotected = sealed.intersection(self.ledger.encoded)
+        protected = states.count(SnapshotState.PROTECTED)
+        statistics.protected += protected
+        statistics.failed += states.count(SnapshotState.FAILED) + len(unprotected)
         self.ledger = self.ledger.settle(states).repaired(everywhere.repair)
+        self._delays.note_settled(self.ledger, protected=protected > 0, unprotected=unprotected)
         if self.ledger.restored is None:
             self.episodes.end("repaired", "snapshots are taken again: step %d", self._progress.step)
             self.episodes.end("repair", "the parity of the restored snapshot is repaired, or not needed any more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from holdfast.smp_daemon.shared.board import RepairState
 from holdfast.smp_daemon.shared.errors import HoldfastError, failure_of
@@ -14,25 +15,21 @@ REPAIR_EVERY_S = 1.0
 """How often to look for an SMP that recomputes lost parity in place of one that went away, in seconds."""
 
 
+@dataclass(eq=False)
 class Repairs:
-    """This rank's part of them. Used by the training thread."""
+    """This rank's part of them. Used by the training thread.
 
-    def __init__(
-        self,
-        rank: Rank,
-        order: Callable[[], bool] | None,
-        episodes: Episodes,
-        wait_for_copies: Callable[[], None],
-    ) -> None:
-        """`order`: orders this rank's part of its SMP, and returns whether it has one; None: nothing was restored."""
-        self._rank = rank
-        self._order = order
-        self._progress = rank.progress
-        self._episodes = episodes
-        self._wait_for_copies = wait_for_copies
-        self._ordered: tuple[int | None, int | None] | None = None  # in which epoch, and on which connection
-        self._has_part = False  # whether this rank has ordered any repair
-        self._attach_s = -math.inf  # when an SMP was last looked for to order them of
+    Args:
+        _order: orders this rank's part of its SMP, and returns whether it has one; None: nothing was restored.
+    """
+
+    _rank: Rank
+    _order: Callable[[], bool] | None
+    _episodes: Episodes
+    _wait_for_copies: Callable[[], None]
+    _ordered: tuple[int | None, int | None] | None = None  # in which epoch, and on which connection
+    _has_part: bool = False  # whether this rank has ordered any repair
+    _attach_s: float = -math.inf  # when an SMP was last looked for to order them of
 
     def state(self) -> RepairState:
         """The repair of this rank's part of the restored snapshot's parity, as its SMP has posted. It is ordered anew
@@ -43,7 +40,7 @@ class Repairs:
         now = self._rank.system.monotonic()
         if client.connection is None and now - self._attach_s >= REPAIR_EVERY_S:
             self._attach_s = now
-            failure_of(lambda: self._rank.smp.attach(self._progress.epoch, self._wait_for_copies), HoldfastError)
+            failure_of(lambda: self._rank.smp.attach(self._rank.progress.epoch, self._wait_for_copies), HoldfastError)
         if (place := (client.epoch, client.connection)) != self._ordered:
             try:
                 self._has_part, self._ordered = order(), place

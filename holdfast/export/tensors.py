@@ -13,7 +13,8 @@ from holdfast.smp_daemon.recovery.fetch import UnitSource
 from holdfast.smp_daemon.shared.belief import Claim, believe_slot
 from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, RECORD, Leaf, SlotFormat, read_record
-from holdfast.snapshot.resume.regions import Held, Region, held_in, index_of, leaves_in, plan_reads, range_runs
+from holdfast.snapshot.resume.regions import Held, Region, held_in, index_of, plan_reads, range_runs
+from holdfast.snapshot.state.record import leaves_in
 from holdfast.snapshot.state.replicas import is_part_of, shared_leaves_of
 
 

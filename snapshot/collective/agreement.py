@@ -7,9 +7,9 @@ import resource
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +29,14 @@ gone is noticed at once."""
 
 PATIENCE_S = COLLECTIVE_DEADLINE_S / 4
 """How often ranks check in with each other while one of them works for a long time, in seconds."""
+
+SLOW_S = 60.0
+"""After how many seconds a rank that waits for others warns of it."""
+
+WAITS = (
+    "for %.0f s this rank has waited for others to enter the hook: every rank of the process group has to, and one "
+    "that does not, or has died, is waited for up to %.0f s, the timeout of the group"
+)
 
 SPARE_FILES = 64
 """Number of files a trainer may have to open besides the connections to other ranks."""
@@ -97,6 +105,11 @@ class Agreement:
             nodes: the node of every rank.
         """
 
+    def warn_if_slow(self, text: str, *values: object) -> AbstractContextManager[object]:
+        """In the block this rank waits for others: log a warning if that takes longer than `SLOW_S`. `text`: its
+        format, for these seconds and `values`."""
+        return nullcontext()
+
     def leave(self) -> None:
         """Close the connections, so that nobody waits for this rank: it will not take part in the next collective call,
         or was interrupted in the last one.
@@ -140,8 +153,9 @@ class Group(Agreement):
         job_store = c10d()._get_default_store()
         store = c10d().PrefixStore(f"holdfast group {_number()}", job_store)
         self._mesh: Mesh | None = Mesh(store, self.rank, self._size, self._deadline)
-        name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
-        self.minimum([0])()  # opens all connections that a minimum needs
+        with self.warn_if_slow(WAITS, self._deadline.total_seconds()):
+            name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
+            self.minimum([0])()  # opens all connections that a minimum needs
         self._store: Any = c10d().PrefixStore(f"holdfast {name}", job_store)
         self._meeting: Meeting | None = None
         self._left: list[Mesh] = []  # meshes that `close` waits for
@@ -165,6 +179,16 @@ class Group(Agreement):
         members = next(each for each in sets if self.rank in each)
         routes = {owner: hops(owner, members, nodes) for owner, _ in pieces}
         self._together().spread([(tensor, routes[owner]) for owner, tensor in pieces]).result()
+
+    @contextmanager
+    def warn_if_slow(self, text: str, *values: object) -> Iterator[None]:
+        slow = threading.Timer(SLOW_S, log.warning, (text, SLOW_S, *values))
+        slow.daemon = True  # it only logs, and must not keep a process from ending whose other ranks never come
+        slow.start()
+        try:
+            yield
+        finally:
+            slow.cancel()
 
     def leave(self) -> None:
         mesh, self._mesh = self._mesh, None

@@ -31,12 +31,19 @@ _AGREE, _UP, _DOWN, _SPREAD = range(4)
 CLOSING_S = 2.0
 """Timeout for closing connections when this rank ends. A rank that does not answer may hold that up."""
 
+FRAME = 64
+"""A message of a minimum has a multiple of this many integers. Gloo aborts a process that is sent more than it awaits,
+as it was by a rank elsewhere in its loop."""
+
 _live: weakref.WeakSet[Mesh] = weakref.WeakSet()
 """Meshes whose thread may still run; they are closed when the process ends."""
 
 
+ELSEWHERE = "another rank makes another call: it is elsewhere in its loop, or has left it"
+
+
 class AgreementLost(HoldfastError):
-    """Another rank is gone, or did not take part in time."""
+    """Another rank is gone, did not take part in time, or took part in another call."""
 
 
 class Mesh:
@@ -79,7 +86,7 @@ class Mesh:
 
     def minimum(self, values: Callable[[], Sequence[int]], among: Sequence[int]) -> Future[list[int]]:
         """The element-wise minimum over ranks. `values` is called in the thread of the mesh, and may block there."""
-        return self._submit(lambda: self._minimum(torch.tensor(values(), dtype=torch.int64), among))
+        return self._submit(lambda: self._minimum(list(values()), among))
 
     def gather(self, data: bytes, among: Sequence[int]) -> Future[list[bytes]]:
         """The data of the ranks `among`, in their order. Each rank receives it once, whatever the lengths."""
@@ -125,17 +132,20 @@ class Mesh:
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         self._start("recv", tensor, rank, tag).wait(self.deadline)
 
-    def _minimum(self, mine: torch.Tensor, among: Sequence[int]) -> list[int]:
-        place, size = among.index(self.rank), len(among)
-        theirs = torch.empty_like(mine)
-        for distance in distances(size) if len(mine) else ():
+    def _minimum(self, mine: list[int], among: Sequence[int]) -> list[int]:
+        place, size, length = among.index(self.rank), len(among), [len(mine), -len(mine)]
+        least = torch.tensor(length + mine + [0] * (-(len(mine) + 2) % FRAME), dtype=torch.int64)
+        theirs = torch.empty_like(least)
+        for distance in distances(size) if mine else ():
             arriving = self._start("recv", theirs, among[(place - distance) % size], _AGREE)
-            leaving = self._start("send", mine, among[(place + distance) % size], _AGREE)
+            leaving = self._start("send", least, among[(place + distance) % size], _AGREE)
             arriving.wait(self.deadline)
             leaving.wait(self.deadline)
-            torch.minimum(mine, theirs, out=mine)
-        found: list[int] = mine.tolist()
-        return found
+            torch.minimum(least, theirs, out=least)
+        found: list[int] = least.tolist()
+        if found[:2] != length:
+            raise AgreementLost(ELSEWHERE)
+        return found[2 : len(mine) + 2]
 
     def _gather(self, data: bytes, among: Sequence[int]) -> list[bytes]:
         here = branch(among.index(self.rank), 0, len(among))

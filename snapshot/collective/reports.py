@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
+from zlib import crc32
 
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.collective.mesh import ELSEWHERE, AgreementLost
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -56,14 +58,19 @@ def reduced(agreement: Agreement, mine: T) -> Callable[[], T]:
             length is the same on every rank; its metadata is one of the reductions above.
 
     Returns:
-        A function that waits for the reduced report. It may be called in any thread, and raises `AgreementLost`.
+        A function that waits for the reduced report. It may be called in any thread, and raises `AgreementLost`,
+        also if another rank makes another call.
     """
-    sent = [number for one, reduction in _values(mine) for number in reduction.integers(int(one))]
+    kind = crc32(type(mine).__name__.encode())
+    sent = [kind, -kind]
+    sent += [number for one, reduction in _values(mine) for number in reduction.integers(int(one))]
     result = agreement.minimum(sent)
 
     def everywhere() -> T:
         least = result()
-        return mine if least == sent else _read(mine, iter(least))  # usually all ranks report the same
+        if least[:2] != sent[:2]:
+            raise AgreementLost(ELSEWHERE)
+        return mine if least == sent else _read(mine, iter(least[2:]))  # usually all ranks report the same
 
     return everywhere
 

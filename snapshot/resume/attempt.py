@@ -49,23 +49,31 @@ from holdfast.snapshot.resume.choice import PERSISTED
 from holdfast.snapshot.resume.loading import check_range, load_checked
 from holdfast.snapshot.resume.regions import (
     Fill,
-    HeldLeaf,
     Read,
     held_in,
     index_of,
-    leaves_in,
     plan_fills,
     refuse_unfit,
     unclaimed,
 )
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.live import At, Tree
-from holdfast.snapshot.state.record import BEGAN, INPUTS, LOOP, NOTES, SavedShard, restore_strides, whole_leaves
+from holdfast.snapshot.state.record import (
+    BEGAN,
+    INPUTS,
+    LOOP,
+    NOTES,
+    HeldLeaf,
+    SavedShard,
+    leaves_in,
+    restore_strides,
+    whole_leaves,
+)
 from holdfast.snapshot.state.replicas import is_part_of
 from holdfast.snapshot.step.position import Position
 
-REFUSALS = (StateMismatch, ConfigError, ProtocolError)
-"""What no other copy of the snapshot could mend."""
+REFUSALS = (StateMismatch, ConfigError)
+"""What no other snapshot could mend."""
 
 log = get_log(__name__)
 
@@ -198,10 +206,17 @@ class Attempt(ABC):
         """The error that `work` raised. The other ranks wait for this one, so a record that lacks an entry is one, too;
         no other copy has more in it."""
         try:
-            return failure_of(work, HoldfastError)
-        except LookupError as error:
-            log.exception("the record of %s lacks something", self.snapshot, extra=about(self.snapshot))
-            return IncompleteSnapshot(f"its record lacks {error}")
+            work()
+        except (LookupError, ProtocolError) as error:
+            log.exception("the record of %s cannot be understood", self.snapshot, extra=about(self.snapshot))
+            return IncompleteSnapshot(f"no copy of it can be loaded: {error!r}")
+        except HoldfastError as error:
+            return error
+        return None
+
+    def check(self) -> None:
+        """Check what fits, tensor by tensor: that the job is given what the snapshot was taken of."""
+        check_given(self._values[0].get(LOOP, {}), self._block)
 
 
 class Verdict(NamedTuple):
@@ -229,9 +244,9 @@ def load(
     must be found.
 
     Raises:
-        StateMismatch, ConfigError, ProtocolError: the snapshot does not fit the job; one of them on every rank.
+        StateMismatch, ConfigError: the snapshot does not fit the job; one of them on every rank.
     """
-    problem = attempt.plan(agreement, adapter)
+    problem = attempt.plan(agreement, adapter) or attempt.problem_of(attempt.check)
     verdict = agree_on(agreement, problem)
     if not verdict.whole:
         adapter.withdraw()
@@ -298,18 +313,15 @@ class SameWorld(Attempt):
 
     def _read(self, adapter: Adapter) -> None:
         """Read the record, and make the tensors that the job had."""
-        try:
-            saved = self.open()
-            early, late, fixed = self._values = saved.values()
-            # Not `saved`, which reads through this attempt: such a circle would keep the slot mapped until the next
-            # garbage collection.
-            self._form, self._record, self._shared = saved.form, saved.record, saved.shared
-        except ProtocolError as error:
-            raise IncompleteSnapshot(f"no copy of it can be loaded: {error}") from error
+        saved = self.open()
+        early, late, fixed = self._values = saved.values()
+        # Not `saved`, which reads through this attempt: such a circle would keep the slot mapped until the next
+        # garbage collection.
+        self._form, self._record, self._shared = saved.form, saved.record, saved.shared
         self.restored.notes, self.restored.inputs = self._record.get(NOTES) or {}, self._record.get(INPUTS)
         self.rebuild(adapter, early)
         adapter.check(early, late, fixed)
-        adapter.materialise(whole_leaves(self._form, self._shared))
+        adapter.materialise(whole_leaves(leaves_in(self._form), self._shared))
 
     def _ask_replicas(self, agreement: Agreement, replica_set: str, mine: list[HeldLeaf] | None) -> None:
         """Tell the other replicas which parts of shared state this rank kept, None if it could not read that, and hear
@@ -334,7 +346,6 @@ class SameWorld(Attempt):
         index = index_of(held, list(leaves))
         self.fills, problems = plan_fills(adapter.tensors(), index, divided=False)
         refuse_unfit(problems + unclaimed(index, (fill.item.name for fill in self.fills)))
-        check_given(self._values[0].get(LOOP, {}), self._block)
 
     def fill(self, agreement: Agreement, engine: CopyEngine) -> HoldfastError | None:
         restore_strides(self._record, (fill.item for fill in self.fills))

@@ -50,7 +50,7 @@ class StartOptions:
             0: no limit.
         generations: how many protected snapshots are kept, besides those in progress.
         restore_step: the step to go back to; None: the newest.
-        require: the step that it must not go back behind; 1: it must not begin from nothing; 0: it may.
+        require: the oldest step that it may go back to; 1: it must not begin from nothing; 0: it may.
         run: id of the run to go on with; empty: the one that was begun last, see `shared.runs`.
         give_up: ids of runs that are over: none of their snapshots is used.
         block: number of the block of the script that is entered.
@@ -79,7 +79,7 @@ class StartOptions:
         if self.restore_step is not None and self.restore_step < 1:
             raise ConfigError(f"{RESTORE_STEP_ENV}={self.restore_step}: give the step of a snapshot, 1 or more")
         if not isinstance(self.require, int) or self.require < 0:
-            raise ConfigError(f"require={self.require!r}: say 'snapshot', or the step not to go back behind, 1 or more")
+            raise ConfigError(f"require={self.require!r}: say 'snapshot', or the oldest step to go back to, 1 or more")
         for variable, ids in ((RUN_ENV, (self.run,) if self.run else ()), (GIVE_UP_ENV, self.give_up)):
             for each in ids:
                 if not is_run_id(each):

@@ -20,7 +20,6 @@ from holdfast.snapshot.copy.tensors import flat
 from holdfast.snapshot.copy.witness import WatchedPieces, Witness
 from holdfast.snapshot.state.adapter import GRADIENTS, Adapter
 from holdfast.snapshot.state.digests import digest_of
-from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.record import LATE, capture_tree
 from holdfast.snapshot.step.capture import read_state
@@ -105,48 +104,6 @@ def _is_same(before: torch.Tensor, now: torch.Tensor | None) -> bool:
         return True  # the witness compares a sample of its bytes
     mine, other = (flat(t.resolve_conj().resolve_neg().contiguous()).view(torch.uint8) for t in (before, now))
     return torch.equal(mine, other)
-
-
-BY_DATA = (
-    "it was read ahead, before the hook was entered, or from another place in the data. Go through data by "
-    "`snap.data`, and make what reads ahead a part of its source; or read the first batch after entering"
-)
-"""Why a loop's first batch may be another, and what to do about it."""
-
-BY_CHANGE = (
-    "its data gave the same batch as then, so what is done to it before the forward depends on something that is not "
-    "restored, such as a torch.Generator or numpy.random.Generator in a local variable (mixup, noise). Keep that in an "
-    'attribute of the model, or track it before entering: snap.track("mixup", get=generator.get_state, '
-    "set=generator.set_state)"
-)
-"""The same where the loop's sources have compared their batches."""
-
-
-def check_inputs(expected: str, given: Inputs | None, step: int, why: str) -> None:
-    """Called as the first forward of a step runs, on `given`.
-
-    Args:
-        expected: the digest of its inputs when the snapshot was taken.
-        why: why they may be others, and what to do about it.
-
-    Raises:
-        StateMismatch: the inputs are others now.
-    """
-    if given is None or given.digest() != expected:
-        refuse(
-            f"the first step after the restore of step {step} was given another batch than when the snapshot was "
-            f"taken: {why}"
-        )
-
-
-def warn_of_unknown_inputs(step: int) -> None:
-    """Warn, as the first forward after a restore runs, that the snapshot does not say what its inputs were."""
-    log.warning(
-        "the snapshot of step %d was sealed before the inputs of that step's first forward were known (by `drain`, at "
-        "the end of a loop, or because that forward came late): nobody will notice if it is given another batch now. "
-        "If batches are read ahead, go through data by `snap.data`",
-        step,
-    )
 
 
 def refuse(text: str) -> None:

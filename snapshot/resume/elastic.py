@@ -33,23 +33,14 @@ from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.copy.tensors import slot_tensor
 from holdfast.snapshot.resume.arrange import coordinate_key
 from holdfast.snapshot.resume.attempt import Attempt
-from holdfast.snapshot.resume.regions import (
-    Held,
-    HeldLeaf,
-    held_in,
-    index_of,
-    leaves_in,
-    plan_fills,
-    refuse_unfit,
-    unclaimed,
-)
+from holdfast.snapshot.resume.regions import Held, held_in, index_of, plan_fills, refuse_unfit, unclaimed
 from holdfast.snapshot.state import streams
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.digests import digest_of
 from holdfast.snapshot.state.live import Change, LiveTensor, Tree
 from holdfast.snapshot.state.manifest import FIXED
 from holdfast.snapshot.state.optimizers import NAMED
-from holdfast.snapshot.state.record import LATE, NOTES, SavedShard
+from holdfast.snapshot.state.record import LATE, NOTES, HeldLeaf, SavedShard, leaves_in, whole_leaves
 from holdfast.snapshot.state.replicas import is_part_of, same_on_all, shared_leaves_of
 from holdfast.snapshot.state.tracked import PREFIX
 from holdfast.snapshot.state.values import decode_plain
@@ -258,13 +249,7 @@ class OldManifest:
 
     def whole_leaves(self) -> dict[str, Leaf]:
         """Every leaf as this rank had it: its own part of divided leaves, shared leaves whole."""
-        shared = shared_leaves_of(self.shared)
-        own = {
-            name: Leaf(name, dtype, tuple(shape))
-            for name, dtype, shape, _ in self.leaves
-            if not is_part_of(name, shared)
-        }
-        return own | shared
+        return whole_leaves(self.leaves, shared_leaves_of(self.shared))
 
     def held(self) -> Iterator[Held]:
         """The regions in its slot. Raises `StateMismatch` if a leaf is divided in an unknown way."""
@@ -298,7 +283,10 @@ class OtherWorld(Attempt):
         self._old, self._new = self._sources.layout.coords, sorted(self._coords)
         self._lent = LentShards(self._client, self._sources)
         told = readers(self._old, len(self._new), list(self._coords).index(self._coord))
-        self._told = [OldManifest.of(self._lent.open(coord)) for coord in told]
+        self._told: list[OldManifest] = []
+        manifests = (OldManifest.of(self._lent.open(coord)) for coord in told)
+        if problem := self.problem_of(lambda: self._told.extend(manifests)):
+            raise problem
 
     def plan(self, agreement: Agreement, adapter: Adapter) -> HoldfastError | None:
         texts = agreement.gather(encode_json(self._told))
@@ -360,7 +348,13 @@ class OtherWorld(Attempt):
         saved = self._lent.open(preferred[0].coord)
         early, late, fixed = saved.values()
         self.restored.notes = saved.record.get(NOTES) or {}
-        _warn_of_differences("values", [manifest.values for manifest in preferred])
+        values = [manifest.values for manifest in preferred]
+        if own := sorted(set[str]().union(*values) - same_on_all(values)):
+            log.warning(
+                "values of %s differ between the old ranks: ranks that stay keep their own, new ones take the first "
+                "rank's",
+                some(own),
+            )
         where = {coord: manifest.coord for manifest in manifests.values() for coord in manifest.carried}
         common = streams.alike([manifest.streams for manifest in preferred])
         if self._coord not in self._old:
@@ -460,9 +454,3 @@ def _check_private(live: Sequence[LiveTensor], preferred: Sequence[OldManifest])
     if own := sorted(differing & private):
         text = "%s differ between old ranks: ranks that stay keep their own, new ones take the first's, others are lost"
         log.warning(text, some(own))
-
-
-def _warn_of_differences(what: str, found: Sequence[Mapping[str, str]]) -> None:
-    if own := sorted(set[str]().union(*found) - same_on_all(found)):
-        text = "%s of %s differ between the old ranks: ranks that stay keep their own, new ones take the first rank's"
-        log.warning(text, what, some(own))

@@ -38,7 +38,6 @@ from holdfast.smp_daemon.shared.runs import (
     named,
     new_run,
     others_with_state,
-    own_inventories,
     own_run,
     runs_in_reach,
     taken_up,
@@ -221,18 +220,6 @@ def reach_of(inventories: Sequence[Inventory], persisted: Collection[PersistedRu
     gone = frozenset({*(given_up(inventories, seen) - {options.run}), *options.give_up})
     own = own_run(seen, options.run, gone)
     return Reach(tuple(seen), own, gone, tuple(others_with_state(seen, own, gone)))
-
-
-def find_own(
-    client: SmpClient, agreement: Agreement, coord: str, options: StartOptions
-) -> tuple[Entered, Reach, list[Inventory]]:
-    """What ranks tell each other, the runs in reach, and what the SMPs hold of the own one. A collective call.
-
-    For in-memory storage of checkpoints, which is not persisted. Raises as `exchange` and `own_run`.
-    """
-    entered = exchange(client, agreement, coord, options)
-    reach = reach_of(entered.inventories, (), entered.options)
-    return entered, reach, own_inventories(entered.inventories, reach.run)
 
 
 def check_nothing_is_left(reach: Reach, passed_over: Sequence[str], *, promised: bool = False) -> None:

@@ -15,18 +15,15 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.smp_daemon.shared.logs import some
-from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf, SlotFormat
+from holdfast.smp_daemon.shared.slotfile import DTYPE_BYTES, Leaf
 from holdfast.snapshot.copy.tensors import Block, leaf_of
 from holdfast.snapshot.state.live import LiveTensor
-from holdfast.snapshot.state.record import is_of_record
+from holdfast.snapshot.state.record import HeldLeaf
 from holdfast.snapshot.state.replicas import is_part_of, parse_part
 
 Shape = tuple[int, ...]
 Run = tuple[int, int, int]
 """Elements ``[first, last)`` of the flattened whole, and the element of its holder's memory where they begin."""
-
-HeldLeaf = tuple[str, str, tuple[int, ...], int]
-"""Name, dtype, shape and offset of a tensor in a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +207,6 @@ def region_of(name: str, shape: tuple[int, ...], block: Block | None) -> tuple[t
             f"{name} is divided among ranks in a way that is not known here, so the number of ranks cannot change: "
             f"{error}. Start with the same parallel sizes"
         ) from error
-
-
-def leaves_in(form: SlotFormat) -> list[HeldLeaf]:
-    """The tensors in a slot, without those of its record."""
-    return [(name, leaf.dtype, leaf.shape, at) for name, (at, leaf) in form.offsets.items() if not is_of_record(name)]
 
 
 def unclaimed(index: Index, wanted: Iterable[str]) -> list[str]:

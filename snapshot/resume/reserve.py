@@ -69,9 +69,9 @@ def standing_of(problem: HoldfastError) -> int:
     return AWAY if isinstance(problem, SmpUnavailable | DeadlineExceeded) else REFUSED
 
 
-def _together(agreement: Agreement, work: Callable[[], T]) -> T:
-    """Do `work` on every rank, and return its result; raise on every rank, with the same meaning, if it failed on any.
-    A collective call."""
+def together(agreement: Agreement, work: Callable[[], T]) -> T:
+    """Do `work` on every rank, and return its result; raise a `HoldfastError` on every rank, with the same meaning, if
+    it failed on any. A collective call."""
     made: list[T] = []
     problem = failure_of(lambda: made.append(work()), HoldfastError)
     [worst] = agreement.minimum([0 if problem is None else standing_of(problem)])()
@@ -114,36 +114,17 @@ def lay_out(
         client.join(epoch)
         return node_of_rank(client.inventory(), coord, slot_bytes, domains)
 
-    mine = _together(agreement, describe)
+    mine = together(agreement, describe)
     everyone = [decode_json(Node, t, "a rank's description") for t in agreement.gather(encode_json(mine))]
     layout = arrange(job, epoch, everyone, protection, slots, parity_slots, run)
     speaker = layout.node(client.node).shards[0].coord  # one rank of each node gives the SMP the layout
-    there = _together(agreement, lambda: client.configure(layout, wait=False) if speaker == coord else 0)
+    there = together(agreement, lambda: client.configure(layout, wait=False) if speaker == coord else 0)
     if layout.coords[0] == coord:
         is_meant = len(layout.nodes) == 1 or not layout.parity  # there is no other node, or no protection was asked for
         for shortfall in shortfalls(layout, MTBF.value() or NODE_MTBF_S):
             log.log(logging.INFO if is_meant else logging.WARNING, "%s", shortfall)
     told = agreement.gather(str(there).encode())
     return layout, int(told[next(rank for rank, node in enumerate(everyone) if node.shards[0].coord == speaker)])
-
-
-def await_slots(
-    client: SmpClient,
-    agreement: Agreement,
-    layout: Layout,
-    coord: str,
-    prepare: Callable[[list[memoryview]], None],
-) -> None:
-    """Wait until all memory of a layout is reserved, and the caller's slots are mapped and prepared. A collective call.
-
-    Args:
-        prepare: called with the caller's slots.
-
-    Raises:
-        HoldfastError: as `lay_out`.
-    """
-    _together(agreement, lambda: client.configure(layout))
-    _together(agreement, lambda: prepare(client.slots(layout.epoch, coord)))
 
 
 class Reserving:

@@ -197,10 +197,15 @@ class _Starting:
         texts = self._agreement.gather(encode_json(what_is_persisted(self._client)))  # as every rank's SMP sees it
         answers = [decode_json(Persisted, text, "what is persisted") for text in texts]
         while (snapshot := course.choose_persisted(answers, run)) is not None:
-            layout, problem = _layout_of(self._client, run, snapshot)
+            layout: Layout | None = None
+            problem = "another rank cannot see it"
+            try:
+                layout = self._client.persisted_layout(run, snapshot)
+            except HoldfastError as error:
+                problem = str(error)
             if self._agreement.everywhere(layout is not None) and layout is not None:
                 return plan_persisted(snapshot, layout, self._coords)
-            course.passed(snapshot, problem or "another rank cannot see it")
+            course.passed(snapshot, problem)
         if lost is not None:
             tried = "; ".join(course.passed_over) if course.persisted_failures else str(lost)
             raise Unrecoverable(f"{tried}. {ways_out(reach)}") from failure
@@ -251,13 +256,6 @@ def _known_to_be_protected(plan: RestorePlan, inventories: Sequence[Inventory]) 
     if not plan.repair:
         known.add(plan.snapshot)
     return max((snapshot for snapshot in known if snapshot <= plan.snapshot), default=None)
-
-
-def _layout_of(client: SmpClient, run: str, snapshot: SnapshotId) -> tuple[Layout | None, str]:
-    try:
-        return client.persisted_layout(run, snapshot), ""
-    except HoldfastError as error:
-        return None, str(error)
 
 
 def _say_what_is_lost(plan: RestorePlan, inventories: Sequence[Inventory], course: RestoreAttempts) -> None:

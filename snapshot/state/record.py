@@ -178,15 +178,21 @@ def plan_format(job: str, coord: str, leaves: Iterable[Leaf], record_bytes: int,
         ) from error
 
 
-def is_of_record(name: str) -> bool:
-    """Whether a leaf is the record, or a tensor among its plain values."""
-    return name == RECORD or name.startswith((f"{EARLY}.", f"{LATE}."))
+HeldLeaf = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape and offset of a tensor in a slot."""
 
 
-def whole_leaves(form: SlotFormat, shared: Mapping[str, Leaf]) -> dict[str, Leaf]:
+def leaves_in(form: SlotFormat) -> list[HeldLeaf]:
+    """The tensors in a slot, without the record and those among its plain values."""
+    of_record = (f"{EARLY}.", f"{LATE}.")
+    leaves = [(name, leaf.dtype, leaf.shape, at) for name, (at, leaf) in form.offsets.items() if name != RECORD]
+    return [leaf for leaf in leaves if not leaf[0].startswith(of_record)]
+
+
+def whole_leaves(held: Iterable[HeldLeaf], shared: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """The leaves of the tensors in a slot by name, with those that replicas `shared` whole."""
-    own = {name: leaf for name, (_, leaf) in form.offsets.items()}
-    return {n: leaf for n, leaf in own.items() if not is_of_record(n) and not is_part_of(n, shared)} | dict(shared)
+    own = {name: Leaf(name, dtype, tuple(shape)) for name, dtype, shape, _ in held if not is_part_of(name, shared)}
+    return own | dict(shared)
 
 
 def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str, Leaf]) -> None:
@@ -195,7 +201,7 @@ def check_leaves(form: SlotFormat, have: Mapping[str, Leaf], shared: Mapping[str
     Raises:
         StateMismatch: lists the tensors that are missing, extra, or of another shape or dtype.
     """
-    held = whole_leaves(form, shared)
+    held = whole_leaves(leaves_in(form), shared)
     differing = sorted(name for name in have.keys() | held.keys() if have.get(name) != held.get(name))
     if problems := [f"{name} is {held.get(name)} in the snapshot, {have.get(name)} in this job" for name in differing]:
         raise StateMismatch(f"the snapshot does not fit this job: {some(problems)}")
@@ -241,7 +247,7 @@ class SavedShard:
             IncompleteSnapshot: it lists something that the shard does not hold.
         """
         values = decode_values(self.record, self._tensor)
-        check_complete(values[2], values[1], whole_leaves(self.form, self.shared).keys())
+        check_complete(values[2], values[1], whole_leaves(leaves_in(self.form), self.shared).keys())
         return values
 
     def _tensor(self, name: str) -> torch.Tensor:

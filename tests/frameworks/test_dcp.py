@@ -15,12 +15,6 @@ pytestmark = pytest.mark.cluster
 NODES = 2
 
 
-@pytest.fixture
-def arena(arena: Path) -> Path:
-    arena.mkdir()
-    return arena
-
-
 def ends(launcher: Launcher, target: str, job: str, world: int, **args: Any) -> list[dict[str, Any]]:
     """What the ranks of a job report at their end."""
     size: Any = {"nodes": NODES, "ranks_per_node": world // NODES}

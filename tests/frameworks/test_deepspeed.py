@@ -22,12 +22,6 @@ NO_FP16 = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def arena(arena: Path) -> Path:
-    arena.mkdir()
-    return arena
-
-
 def run(
     launcher: Launcher, arena: Path, *, world: int = 2, **args: Any
 ) -> tuple[dict[tuple[int, int], str], list[Any]]:

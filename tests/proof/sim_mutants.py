@@ -660,7 +660,7 @@ MUTANTS: dict[str, SimMutant] = {
         (
             (JobState, "check_epoch", _never),
             (Arena, "fence", _fence_nobody),
-            (Store, "check_slot", _never),
+            (Receiving, "check_slot", _never),
             (Holdings, "_believe", _never),
         ),
         _zombies,

@@ -131,8 +131,13 @@ def test_what_a_seed_does_depends_neither_on_the_process_nor_on_what_ran_before(
 def test_the_scrub_reads_simulated_bytes_as_fast_as_those_that_they_stand_for(
     simulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, rates = small(0), set[float]()
-    monkeypatch.setattr(Scrubber, "_run", lambda self: rates.add(self._pacer.rate))
+    plan, rates, close = small(0), set[float](), Scrubber.close
+
+    def closes(scrubber: Scrubber) -> None:
+        rates.add(scrubber._pacer.rate)
+        close(scrubber)
+
+    monkeypatch.setattr(Scrubber, "close", closes)
     assert not play(plan).violations
     assert rates == {SCRUB.value({}) / plan.scale} and plan.scale > 1
 

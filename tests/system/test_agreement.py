@@ -138,18 +138,15 @@ with InMemorySnapshot(model, optim) as snap:
 """
 
 
-@pytest.fixture
-def arena(arena: Path) -> Path:
-    arena.mkdir(mode=0o700)
-    return arena
+def of_two_ranks() -> dict[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
 
 def run(arena: Path, folder: Path, how: str, steps: int) -> list[list[str]]:
     """Run two ranks on one node; return the lines that each prints."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    more |= {"HOLDFAST_ARENA": str(arena), "HOLDFAST_JOB": "parting", "HOLDFAST_EVERY": "1"}
+    more = of_two_ranks() | {"HOLDFAST_ARENA": str(arena), "HOLDFAST_JOB": "parting", "HOLDFAST_EVERY": "1"}
     command = [sys.executable, "-c", PARTING, how, str(folder), str(steps)]
     pipe = subprocess.PIPE
     ranks = [
@@ -190,3 +187,53 @@ def test_ranks_that_have_lost_each_other_clean_up_together_at_the_end(arena: Pat
     for rank in run(arena, tmp_path, "late", 6):
         assert rank[-1].split()[::2] == ["6", "1"], "they have not met again"
     assert is_empty(arena)
+
+
+ENTERING = """
+import sys, torch.distributed as dist
+from holdfast.snapshot.collective import agreement
+agreement.SLOW_S = 0.1
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    sys.stdin.readline()
+agreement.Group().close()
+"""
+
+
+LEAVING = """
+import sys, torch, torch.distributed as dist
+from holdfast import InMemorySnapshot
+from holdfast.snapshot.collective import agreement
+agreement.SLOW_S = 0.1
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 2)
+optim = torch.optim.SGD(model.parameters(), 0.1)
+with InMemorySnapshot(model, optim) as snap:
+    for step in snap.steps(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optim.step()
+        if (dist.get_rank(), step) == (1, 2):
+            sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "what"),
+    [(ENTERING, ["to enter the hook", "1800 s"]), (LEAVING, ["left its loop after step 3"])],
+    ids=["enter", "leave"],
+)
+def test_a_rank_that_waits_for_others_says_so(arena: Path, script: str, what: list[str]) -> None:
+    command, more, pipe = [sys.executable, "-c", script], os.environ | of_two_ranks(), subprocess.PIPE
+    ranks = [
+        subprocess.Popen(command, env=more | {"RANK": rank}, stdin=pipe, stderr=pipe, text=True) for rank in ("0", "1")
+    ]
+    try:
+        assert ranks[0].stderr is not None
+        assert any(all(words in line for words in what) for line in ranks[0].stderr)
+        for rank in reversed(ranks):
+            rank.communicate("go on\n", timeout=DEADLINE_S)
+            assert rank.returncode == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -62,23 +62,10 @@ def test_a_young_job_is_dense_until_its_budget_and_a_restart_counts_as_a_failure
     assert not history.leaks
 
 
-def test_a_wrong_mtbf_or_interval_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"every='often': .* 1 or more"):
-        Options(job="job", every="often")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="every=0"):
-        Options(job="job", every=0)
-    monkeypatch.setenv(MTBF.variable, "soon")
-    with pytest.raises(ConfigError, match="HOLDFAST_MTBF: 'soon'"):
-        Options(job="job", every="auto")
+def test_a_wrong_mtbf_is_refused_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MTBF.variable, "0s")
     with pytest.raises(ConfigError, match="HOLDFAST_MTBF: '0s': give 1 s or more"):
         Options(job="job", every="auto")
-    monkeypatch.setenv(EVERY.variable, "sometimes")
-    with pytest.raises(ConfigError, match="HOLDFAST_EVERY: 'sometimes'"):
-        Options(job="job")
-    monkeypatch.setenv(EVERY.variable, "0")
-    with pytest.raises(ConfigError, match="HOLDFAST_EVERY: '0'"):
-        Options(job="job")
 
 
 def test_the_environment_sets_the_interval_and_an_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:

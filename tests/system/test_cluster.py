@@ -231,11 +231,6 @@ def test_a_job_that_writes_to_disk_is_noticed(launcher: Launcher, tmp_path: Path
     assert cluster.run().disk_bytes_written >= 1 << 20
 
 
-def test_a_cluster_leaves_no_files(launcher: Launcher) -> None:
-    make(launcher, nodes=2, steps=2).run()
-    assert list(Path("/dev/shm").glob(f"holdfast-*/.virtual-{os.getpid()}-*")) == []
-
-
 def replicas(launcher: Launcher, *, snapshots: bool) -> VirtualCluster:
     """Two replicas: with more, DDP adds gradients in another order in the first step after a start than later."""
     return VirtualCluster(

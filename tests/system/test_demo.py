@@ -20,8 +20,10 @@ from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
 from holdfast.cli.demo import _kills
 from holdfast.cli.main import main, make_parser
+from holdfast.smp_daemon.shared.processes import HOME
 from tests.sampling import chosen
 from tests.scripts import completed
+from tests.smp_kit import Watched
 
 KILLS = (Kill("trainer", (1,), 3), Kill("node", (2,), 5))
 PLAN = DemoPlan(nodes=4, ranks_per_node=1, steps=6, seed=7, protect="3+1", kills=KILLS)
@@ -179,11 +181,6 @@ def test_an_error_that_an_smp_did_not_expect_is_said_and_breaks_the_promise() ->
     assert "smp0: ValueError: wrong" in " ".join(console.export_text().split())
 
 
-def test_a_code_that_the_nodes_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"6\+2 needs 8 nodes, .* are 4"):
-        DemoPlan(4, 2, 4, 1, "6+2", ())
-
-
 @pytest.mark.parametrize("text", ["node:1+@3", "node:+1@3", "node:1", "rack:1@3", "node:1@x"])
 def test_a_kill_that_says_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--kill", text]) == 2
@@ -195,6 +192,15 @@ def test_a_gpu_that_is_not_there_is_said_before_anything_starts() -> None:
     """Tests see no GPU, even on a machine that has one."""
     with pytest.raises(ConfigError, match=r"--device cuda: .*no GPU"):
         Launcher([], device="cuda")
+
+
+def test_ctrl_c_does_not_wait_for_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setenv("PYTHONPATH", f"{HOME}:{tmp_path}")
+    launcher = Launcher(["endless"])
+    waits = Watched(monkeypatch, launcher._process, "wait")
+    launcher.close()
+    assert len(waits.calls) == 1, "the first was in vain"
 
 
 def test_on_a_gpu_each_rank_trains_a_whole_model_so_that_ranks_may_share_one() -> None:

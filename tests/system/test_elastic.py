@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ import pytest
 from holdfast.chaos.cluster import History, JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.leftovers import find_leftovers, remove
+from holdfast.scratch import Scratch
+from tests.smp_kit import kill_smps
 
 pytestmark = pytest.mark.cluster
 SLOW = pytest.mark.slow
@@ -34,7 +34,7 @@ class Fleet:
         *,
         elastic: bool = True,
         faults: Callable[[VirtualCluster], None] | None = None,
-        **others: str,
+        **others: Any,
     ) -> History:
         cluster = VirtualCluster(
             self._launcher,
@@ -57,12 +57,9 @@ class Fleet:
 
 @pytest.fixture
 def fleet(launcher: Launcher) -> Iterator[Callable[..., Fleet]]:
-    base = Path(f"/dev/shm/holdfast-elastic-{os.getpid()}")
-    base.mkdir()
-    yield lambda kind, name="job", **options: Fleet(launcher, base / name, kind, **options)
-    for leftover in (each for job in base.iterdir() for each in find_leftovers(job)):
-        remove(leftover)
-    shutil.rmtree(base)
+    with Scratch("test") as scratch:
+        yield lambda kind, name="job", **options: Fleet(launcher, scratch.path / name, kind, **options)
+        kill_smps(scratch.path)
 
 
 def one(events: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
@@ -161,6 +158,8 @@ def test_what_cannot_be_is_said(fleet: Callable[..., Fleet]) -> None:
         job.run(3, 4, elastic=False)
     with pytest.raises(JobFailed, match=r"StateMismatch: optim .*other parameters"):
         job.run(3, 4, kind="fsdp")
+    with pytest.raises(JobFailed, match=r"StateMismatch: .*taken of Sequential, .*given Residual"):
+        job.run(3, 4, options={"residual": True})
     job.lose(1)
     job.lose(2)
     with pytest.raises(JobFailed, match=r"Unrecoverable: .*too much"):

@@ -462,6 +462,7 @@ def test_a_job_id_is_no_path(arena: Path, monkeypatch: pytest.MonkeyPatch, job: 
     ("options", "message"),
     [
         ({"every": 0}, "every=0"),
+        ({"every": "often"}, "every='often': .* 1 or more"),
         ({"slots": 1}, "slots=1: .* 2 to 16"),
         ({"slots": 2, "elastic": True}, "slots=2 and elastic: .* 3 slots"),
         ({"protect_every": 0}, "protect_every=0: .* 1 or more"),

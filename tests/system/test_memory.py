@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections import Counter
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from holdfast.leftovers import find_leftovers, remove
+from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from tests.deadlines import DEADLINE_S
 from tests.sampling import sampled
 from tests.scripts import python
+from tests.smp_kit import kill_smps
 
 TABLE_KIB = 1200
 """Python's table of names, which `pathlib` fills with those of each snapshot's files and empties again, grows by 1 MB
@@ -64,15 +62,13 @@ def test_memory_is_flat_over_many_snapshots(steps: int) -> None:
 
     What training allocates is returned at once; otherwise glibc would keep between 0 and 7 MB of freed gradients.
     """
-    base = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
-    try:
-        environment = os.environ | {ARENA_ENV: str(base), "MALLOC_MMAP_THRESHOLD_": "65536"}
-        done = python(STEADY, steps, env=environment, timeout=5 * DEADLINE_S)
-        assert not list(base.iterdir()), "the job ended well and left its arena behind"
-    finally:
-        for leftover in find_leftovers(base):
-            remove(leftover)
-        shutil.rmtree(base)
+    with Scratch("test") as scratch:
+        environment = os.environ | {ARENA_ENV: str(scratch.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        try:
+            done = python(STEADY, steps, env=environment, timeout=5 * DEADLINE_S)
+            assert not list(scratch.path.iterdir()), "the job ended well and left its arena behind"
+        finally:
+            kill_smps(scratch.path)
     said = json.loads(done.stdout)
     assert said["counts"] == {"taken": steps, "failed": 0, "skipped": 0, "protected": steps - 1}  # not yet the last
     for who, seen in zip(("trainer", "SMP"), zip(*said["seen"], strict=True), strict=True):

@@ -127,6 +127,20 @@ def test_who_leaves_in_a_round_is_noticed_by_all_at_once(size: int) -> None:
             meshes[1].minimum(lambda: [0], everyone).result(DEADLINE_S)
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_that_make_different_calls_lose_each_other_and_nothing_else(size: int) -> None:
+    def numbers(mesh: Mesh) -> list[int]:
+        return mesh.minimum(lambda: [7] * (9 if mesh.rank == size - 1 else 4), range(size)).result()
+
+    def lost(mesh: Mesh) -> str:
+        with pytest.raises(AgreementLost) as caught:
+            numbers(mesh)
+        return str(caught.value)
+
+    with ranks(size) as meshes:
+        assert all("elsewhere" in each for each in together(meshes, lost))
+
+
 def test_a_call_goes_round_while_who_asked_for_it_does_something_else() -> None:
     given = threading.Event()
     with ranks(2) as meshes:

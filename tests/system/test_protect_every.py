@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from benchmarks.fleet.job import FleetJob, Site
 from benchmarks.fleet.strategies import InMemoryCode
 from benchmarks.played_slots import play
-from holdfast import ConfigError, InMemorySnapshot
+from holdfast import InMemorySnapshot
 from holdfast.cli.status import gather
 from holdfast.planner.periods import slots_needed
 from holdfast.smp_daemon.recovery import reconciler
@@ -29,10 +29,9 @@ from holdfast.snapshot.delays import Delays
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.resume.arrange import arrange
-from holdfast.snapshot.resume.choice import StartOptions, agree
 from holdfast.snapshot.step.ledger import Ledger, ProtectEvery, parity_slots
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import PROTECTED, Run, playground, run_on
+from tests.smp_kit import PROTECTED, Crash, Run, playground, run_on
 from tests.system.test_hook import half_a_step, small, train
 
 # ---------------------------------------------------------------------- SMPs
@@ -103,16 +102,7 @@ def test_only_as_many_parity_slots_are_reserved_as_are_asked_for() -> None:
             assert (shards, parities) == (4, 2)
 
 
-def test_ranks_that_would_protect_different_snapshots_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"protect_every=.*2.*'auto'"):
-        agree([StartOptions(protect_every=2), StartOptions(protect_every=2), StartOptions(protect_every="auto")])
-
-
 # ---------------------------------------------------------------------- one process
-
-
-class Crash(Exception):
-    """The job ends here."""
 
 
 def life(steps: int, arena: Path, **options: Any) -> tuple[int, list[tuple[int | None, int | None]]]:
@@ -370,6 +360,29 @@ def test_what_nobody_wants_any_more_is_not_tried_again(ordered: Ordered, end: st
     else:
         ordered.given_up = True
     assert ordered.finish() is RepairState.UNDER_WAY and ordered.began == 1
+
+
+@pytest.mark.parametrize("every", [1, 2, "auto"])
+def test_it_is_said_once_that_nothing_is_protected_and_once_that_it_is(
+    every: ProtectEvery, caplog: pytest.LogCaptureFixture
+) -> None:
+    delays = Delays(Episodes(get_log("holdfast.snapshot.test")), every)
+    first, second = SnapshotId(1, 4), SnapshotId(1, 5)
+
+    def settled(protected: SnapshotId | None = None, unprotected: Collection[SnapshotId] = ()) -> list[str]:
+        caplog.clear()
+        ledger = Ledger(4, protected, protect_every=every)
+        delays.note_settled(ledger, protected=protected is not None, unprotected=unprotected)
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level("INFO"):
+        assert settled() == []
+        [said] = settled(unprotected={first})
+        assert "step 4" in said and "protected" in said
+        assert settled(unprotected={second}) == []
+        [said] = settled(second)
+        assert said.startswith("snapshots are protected again")
+        assert settled(second) == []
 
 
 def test_it_is_said_once_that_encoding_does_not_keep_up_and_once_that_it_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A start that must go on: it is refused if it would begin from nothing, or go back behind a step."""
+"""A start that must go on: it is refused if it would begin from nothing, or go back to before a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ import torch
 from holdfast import ConfigError, InMemorySnapshot, Unrecoverable
 from holdfast.cli.main import main
 from holdfast.snapshot.hook import SnapshotHook
-from holdfast.snapshot.resume.choice import StartOptions, agree
-
-
-class Crash(Exception):
-    """Ends the job."""
+from tests.smp_kit import Crash
 
 
 @pytest.fixture(autouse=True)
@@ -89,15 +85,3 @@ def test_the_trainings_after_the_first_one_of_a_script_begin_from_nothing(arena:
 def test_what_cannot_be_required_is_refused(require: Any) -> None:
     with pytest.raises(ConfigError, match="require"):
         InMemorySnapshot(torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=0.1), require=require)
-
-
-@pytest.mark.parametrize("text", ["yes", "0", "-3", "1e6"])
-def test_what_the_environment_cannot_require_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_REQUIRE", text)
-    with pytest.raises(ConfigError, match=r"HOLDFAST_REQUIRE.*snapshot"):
-        InMemorySnapshot(torch.nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=0.1))
-
-
-def test_ranks_require_the_same() -> None:
-    with pytest.raises(ConfigError, match="HOLDFAST_REQUIRE"):
-        agree([StartOptions(), StartOptions(require=1)])

@@ -42,7 +42,7 @@ from holdfast.snapshot.resume.arrange import Protection, arrange
 from holdfast.snapshot.resume.reserve import REST, Reserving
 from tests.deadlines import DEADLINE_S
 from tests.proof.crash_kit import next_life
-from tests.smp_kit import JOB, Ground, Held, Run, SmpProcess, Trainer, Watched
+from tests.smp_kit import IN_THREADS, JOB, Ground, Held, Run, SmpProcess, Trainer, Watched
 
 MUCH = AT_ONCE_BYTES // 3 // 4
 """Elements of a shard. Three such shards are too large to be reserved at once."""
@@ -115,13 +115,6 @@ def test_the_slot_of_what_is_persisted_is_made_before_the_second(
     assert counts == [0, 1, 1, 2]
     assert client.configure(run.layout) == 3
     assert len(slot_files(smp.arena)) == 4
-
-
-def test_a_trainer_that_waits_has_all_of_it(ground: Ground) -> None:
-    smp = ground.smp()
-    run, _ = laid_out(smp)
-    assert run["dp0"].client.configure(run.layout) == 3
-    assert len(slot_files(smp.arena)) == 3
 
 
 def test_a_slot_is_usable_once_it_is_prepared_and_not_before(ground: Ground) -> None:
@@ -282,7 +275,7 @@ class Scarce(System):
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_where_memory_runs_out_all_of_it_is_given_back_and_the_trainers_are_told(ground: Ground, slots: int) -> None:
     prepared = ground.prepare()
-    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, system=Scarce(slots))
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS, system=Scarce(slots))
     try:
         client = ground.keep(SmpClient(prepared.arena, JOB))
         trainer = Trainer(SimpleNamespace(client=lambda: client, job=JOB), "dp0", MUCH)  # type: ignore[arg-type]
@@ -636,7 +629,7 @@ def test_an_smp_that_dies_while_it_reserves_is_followed_by_one_that_does(
 
 def test_a_trainer_without_memory_is_told_why_on_its_way(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = ground.prepare()
-    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, system=Scarce(0))
+    smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS, system=Scarce(0))
     monkeypatch.setenv("HOLDFAST_JOB", JOB)
     monkeypatch.setenv("HOLDFAST_ARENA", str(prepared.arena.parent))
     model, optim = large_job()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
+from holdfast.scratch import Scratch
+from holdfast.smp_daemon.shared.paths import ARENA_ENV
 from holdfast.snapshot.connect import warn_of_stale_store
 from tests.scripts import completed
+from tests.smp_kit import kill_smps
 
 pytestmark = pytest.mark.cluster
 
@@ -47,16 +46,13 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    base = Path(f"/dev/shm/holdfast-torchrun-{os.getpid()}")
-    monkeypatch.setenv(ARENA_ENV, str(base))
-    monkeypatch.setenv("HOLDFAST_JOB", "run")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield base
-    owner = read_owner(base / "run")
-    if owner is not None and psutil.pid_exists(owner.pid):
-        psutil.Process(owner.pid).kill()
-    shutil.rmtree(base, ignore_errors=True)
+    with Scratch("test") as scratch:
+        monkeypatch.setenv(ARENA_ENV, str(scratch.path))
+        monkeypatch.setenv("HOLDFAST_JOB", "run")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        yield scratch.path
+        kill_smps(scratch.path)
 
 
 def torchrun(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
-from holdfast.smp_daemon.shared.errors import DamagedSnapshot, HoldfastError, StateMismatch
+from holdfast.smp_daemon.shared.errors import (
+    DamagedSnapshot,
+    HoldfastError,
+    IncompleteSnapshot,
+    ProtocolError,
+    StateMismatch,
+)
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard
 from holdfast.smp_daemon.shared.plan import RestorePlan
@@ -21,6 +28,7 @@ from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.resume.attempt import Restored, SameWorld, Verdict, load
+from holdfast.snapshot.resume.elastic import OtherWorld
 from holdfast.snapshot.resume.regions import Region, held_in, index_of, plan_reads, range_runs
 from holdfast.snapshot.state.live import LiveTensor
 from holdfast.snapshot.state.replicas import agree_on_shares
@@ -143,6 +151,17 @@ def test_a_record_that_one_replica_cannot_read_has_all_try_again() -> None:
         assert failure is not None
         assert verdict == Verdict(False, True, False, True)
         assert untouched(adapter)
+
+
+@pytest.mark.parametrize("error", [KeyError("flags"), ProtocolError("the record is no JSON")])
+def test_a_record_that_cannot_be_understood_is_no_better_in_any_copy(error: Exception) -> None:
+    def work() -> None:
+        raise error
+
+    nobody: Any = SimpleNamespace(snapshot=SNAPSHOT)
+    for world in (SameWorld, OtherWorld):
+        attempt = world(nobody, nobody, COORDS, "dp0", ScriptBlock(1, "Toy"), Restored(1, UNNAMED))
+        assert isinstance(attempt.problem_of(work), IncompleteSnapshot)
 
 
 def test_bytes_that_one_rank_cannot_read_keep_all_from_going_on() -> None:

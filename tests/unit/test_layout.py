@@ -84,6 +84,7 @@ def test_groups_that_are_no_partition_of_the_nodes_are_refused(groups: tuple[tup
         {"data": 255},
         {"data": 100, "parity": 156},
         {"revision": -1},
+        {"nodes": (*GOOD.nodes[:2], node("c", Shard("dp3", 0)))},
     ],
 )
 def test_numbers_out_of_range_are_refused(numbers: dict[str, Any]) -> None:
@@ -106,11 +107,6 @@ def test_numbers_out_of_range_are_refused(numbers: dict[str, Any]) -> None:
 )
 def test_numbers_at_the_edge_of_their_range_are_allowed(numbers: dict[str, Any]) -> None:
     assert read_with(numbers) != GOOD
-
-
-def test_a_shard_without_bytes_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="bytes"):
-        read_with({"nodes": (*GOOD.nodes[:2], node("c", Shard("dp3", 0)))})
 
 
 @given(layouts())
@@ -260,14 +256,10 @@ def test_a_higher_epoch_is_newer_than_a_higher_step() -> None:
     assert str(SnapshotId(2, 17)) == "step 17 (epoch 2)"
 
 
-def test_a_node_tells_its_two_addresses_apart() -> None:
-    assert GOOD.nodes[0].control == ("10.0.0.1", 7000)
-    assert GOOD.nodes[0].bulk == ("10.0.0.1", 7001)
+def test_a_node_serves_raw_bytes_on_each_of_its_cards_and_control_on_one() -> None:
     assert GOOD.nodes[0].bulk_addresses == (("10.0.0.1", 7001),)
-
-
-def test_a_node_of_several_cards_serves_raw_bytes_on_each() -> None:
     several = replace(GOOD.nodes[0], more_bulk=(("10.0.1.1", 7001), ("10.0.2.1", 9)))
+    assert several.control == ("10.0.0.1", 7000)
     assert several.bulk == ("10.0.0.1", 7001)
     assert several.bulk_addresses == (("10.0.0.1", 7001), ("10.0.1.1", 7001), ("10.0.2.1", 9))
     layout = replace(GOOD, nodes=(several, *GOOD.nodes[1:]))

@@ -150,31 +150,12 @@ def test_after_any_run_failures_alone_make_room_again(
             ledger = ledger.begin(at(step))
 
 
-def test_a_failed_snapshot_frees_its_slot_at_once() -> None:
-    full = Ledger(3, protected=at(1)).begin(at(2)).begin(at(3))
-    assert not full.may_begin
-    assert full.settle([FAILED, FAILED]) == Ledger(3, protected=at(1))
-
-
-def test_an_older_failure_does_not_hold_up_a_younger_snapshot() -> None:
-    ledger = Ledger(3, protected=at(1)).begin(at(2)).begin(at(3))
-    assert ledger.settle([FAILED, PROTECTED]) == Ledger(3, protected=at(3))
-    assert ledger.settle([FAILED, PENDING]) == Ledger(3, protected=at(1), pending=(at(3),), encoded=(at(3),))
-
-
 def test_what_is_sealed_and_could_not_be_encoded_is_still_what_a_crash_goes_back_to() -> None:
     ledger = Ledger(3, protected=at(1)).begin(at(2)).settle([SEALED])
     assert (ledger.sealed, ledger.pending, ledger.keep) == (at(2), (), (at(1), at(2)))
     encoding = ledger.begin(at(3)).settle([ENCODING])
     assert (encoding.sealed, encoding.keep) == (at(3), (at(1), at(3)))
     assert encoding.settle([FAILED]).sealed == at(3)
-
-
-def test_a_newly_protected_snapshot_replaces_older_pending_ones_and_no_younger() -> None:
-    ledger = Ledger(4, protected=at(1)).begin(at(2)).begin(at(3)).begin(at(4))
-    assert ledger.settle([PENDING, PROTECTED, PENDING]) == Ledger(
-        4, protected=at(3), pending=(at(4),), encoded=(at(4),)
-    )
 
 
 def test_while_all_are_pending_nothing_changes() -> None:

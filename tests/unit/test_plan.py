@@ -397,18 +397,6 @@ def test_however_shards_are_dealt_to_machines_nothing_is_lost(job: Job) -> None:
         assert {(g, p): where for g, held in named for p, where in held.items()} == expected
 
 
-def test_of_two_holders_the_first_by_name_is_asked() -> None:
-    job, (first, second) = two_nodes()
-    twice = replace(second, shards=first.shards | second.shards, parities=first.parities | second.parities)
-    for inventories in ([first, twice], [twice, first]):
-        plan = plan_restore(inventories, job.shards)
-        assert plan is not None
-        assert {coord: plan.sources.shards[coord] for _, coord in first.shards} == {
-            coord: first.bulk for _, coord in first.shards
-        }
-        assert {plan.sources.parity_holder(0, position) for _, _, position in first.parities} == {first.bulk}
-
-
 @pytest.mark.parametrize(
     ("coords", "message"),
     [

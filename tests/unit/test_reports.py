@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.snapshot.collective.agreement import Agreement
+from holdfast.snapshot.collective.mesh import AgreementLost
 from holdfast.snapshot.collective.reports import ALL, ANY, LEAST, MOST, SAME, reduced
 
 
@@ -31,6 +33,11 @@ class Report:
     agreed: bool | None = field(metadata=SAME)
 
 
+@dataclass(frozen=True)
+class Other:
+    numbers: tuple[int, ...] = field(metadata=LEAST)
+
+
 class Sent(Agreement):
     """One of several ranks: notes what it sends, and is answered with the `answer`."""
 
@@ -45,7 +52,7 @@ class Sent(Agreement):
         return lambda: self.answer
 
 
-def together(reports: Sequence[Report]) -> list[Report]:
+def together(reports: Sequence[Any]) -> list[Any]:
     """What each rank hears."""
     ranks = [Sent() for _ in reports]
     results = [reduced(rank, report) for rank, report in zip(ranks, reports, strict=True)]
@@ -92,3 +99,17 @@ def test_every_field_comes_to_what_it_says_on_every_rank(data: st.DataObject, ra
 def test_a_rank_alone_hears_itself() -> None:
     mine = Report((Colour.GREEN,), -2, 3, True, False, 5, False)
     assert reduced(Agreement(), mine)() == mine
+
+
+def test_reports_of_two_kinds_are_not_taken_for_each_other() -> None:
+    report = Report((Colour.GREEN,), -2, 3, True, False, 5, False)
+    as_long = Other((1,) * 9)
+    assert len(reduced_integers(report)) == len(reduced_integers(as_long))
+    with pytest.raises(AgreementLost, match="elsewhere"):
+        together([report, as_long])
+
+
+def reduced_integers(report: Any) -> list[int]:
+    rank = Sent()
+    reduced(rank, report)
+    return rank.sent

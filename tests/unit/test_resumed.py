@@ -31,6 +31,7 @@ from tests.unit.test_beginning import (
     next_rate,
     plain,
     trial,
+    without_gradients,
 )
 from tests.unit.test_state import Toy, toy
 
@@ -275,18 +276,13 @@ def give_weights_other_memory(job: Job) -> None:
     job.model[0].weight.data = torch.full_like(job.model[0].weight, 0.125)
 
 
-def average_buffers(job: Job) -> None:
-    with torch.no_grad():
-        job.model(job.held_out)
-
-
 @pytest.mark.parametrize(
     ("initialise", "then", "name"),
     [
         (fill_weights, plain, "model0.0.weight"),
         (give_weights_other_memory, plain, "model0.0.weight"),
         (load_by_assignment, plain, "model0.0.weight"),
-        (average_buffers, plain, "model0.1.running_mean"),
+        (without_gradients, plain, "model0.1.running_mean"),
         (fill_weights, counted, "model0.0.weight"),
     ],
 )

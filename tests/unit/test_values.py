@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
@@ -109,26 +108,6 @@ trees = st.recursive(leaves, containers, max_leaves=10)
 @given(trees)
 def test_any_nest_of_values_comes_back_exactly(tree: Any) -> None:
     assert same(there_and_back(tree), tree)
-
-
-def test_the_state_of_the_random_module_comes_back() -> None:
-    state = random.Random(7).getstate()
-    one, other = random.Random(), random.Random()
-    one.setstate(state)
-    other.setstate(there_and_back(state))
-    assert [one.random() for _ in range(700)] == [other.random() for _ in range(700)]
-
-
-def test_the_state_of_a_numpy_generator_comes_back() -> None:
-    old = np.random.RandomState(7)
-    old.standard_normal(3)
-    state = old.get_state()
-    assert same(there_and_back(state), state)
-    new = np.random.RandomState()
-    new.set_state(there_and_back(state))
-    assert np.array_equal(old.standard_normal(700), new.standard_normal(700))
-    bits = np.random.default_rng(7).bit_generator.state
-    assert same(there_and_back(bits), bits)
 
 
 @given(arrays)

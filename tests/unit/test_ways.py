@@ -75,11 +75,6 @@ class TestASlowSource:
         assert held(3, 2, Served(changes=(0.5, 0.4))).seconds < 10
         assert lost(3, 2, {2: Served(changes=(0.5, 0.4))}).seconds < 10
 
-    def test_is_used_where_there_is_no_other(self) -> None:
-        played = lost(3, 1, {1: Served(seconds=0.2)})
-        assert sorted(played.written) == list(range(UNITS))
-        assert played.hopeless is None
-
     def test_is_no_worse_than_all_slow(self) -> None:
         every = {n: Served(seconds=0.5) for n in range(4)}
         played = lost(3, 2, every)
@@ -100,10 +95,6 @@ class TestASourceThatStops:
         assert played.seconds < 12
         assert played.late > 0
 
-    def test_and_goes_on_is_taken_in_again(self) -> None:
-        played = held(3, 1, Served(stalls=(0.3, 4.0)))
-        assert sorted(played.written) == list(range(UNITS))
-
     def test_where_no_other_is_left_is_waited_for(self) -> None:
         played = lost(3, 1, {0: Served(stalls=(0.3, 8.0))})
         assert sorted(played.written) == list(range(UNITS))
@@ -114,10 +105,6 @@ class TestASourceThatStops:
 
 
 class TestASourceThatDies:
-    def test_is_done_without(self) -> None:
-        for died in range(4):
-            assert sorted(lost(3, 2, {died: Served(dies=0.4)}).written) == list(range(UNITS))
-
     def test_while_it_holds_the_shard_is_made_up_for(self) -> None:
         played = held(3, 2, Served(dies=0.4))
         assert sorted(played.written) == list(range(UNITS))
@@ -140,10 +127,6 @@ class TestADamagedUnit:
         played = held(3, 2, Served(bad=frozenset({7, 8})))
         assert sorted(played.written) == list(range(UNITS))
         assert played.ways[WayKind.CHAIN] == 2
-
-    def test_of_a_stripe_is_left_out_of_its_sum(self) -> None:
-        played = lost(3, 2, {1: Served(bad=frozenset((unit, 1) for unit in range(50)))})
-        assert sorted(played.written) == list(range(UNITS))
 
     def test_beyond_parity_ends_it(self) -> None:
         bad = {n: Served(bad=frozenset({(9, n)})) for n in (1, 2)}

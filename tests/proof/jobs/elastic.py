@@ -33,6 +33,13 @@ def sample(number: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([number]).standard_normal(WIDTH, dtype=np.float32))
 
 
+class Residual(nn.Sequential):
+    """Adds its input to what its layers make of it."""
+
+    def forward(self, input: Any) -> Any:
+        return input + super().forward(input)  # type: ignore[no-untyped-call]
+
+
 class Elastic:
     """`chaos.drill.Job`: an autoencoder under DDP or FSDP2, on any number of ranks.
 
@@ -40,11 +47,12 @@ class Elastic:
         kind: ``ddp`` or ``fsdp``.
         dropout: its probability. Each rank draws from a stream of its own, so losses then depend on the number of
             ranks.
+        residual: another model, with the same tensors.
     """
 
-    def __init__(self, seed: int, kind: str = "ddp", dropout: float = 0.0) -> None:
+    def __init__(self, seed: int, kind: str = "ddp", dropout: float = 0.0, *, residual: bool = False) -> None:
         seed_everything(seed)
-        layers = nn.Sequential(
+        layers = (Residual if residual else nn.Sequential)(
             nn.Linear(WIDTH, 65), nn.GELU(), nn.Dropout(dropout), nn.Linear(65, 3), nn.Linear(3, WIDTH)
         )
         self.model = self._wrap(layers, kind)

@@ -149,8 +149,7 @@ KINDS: tuple[SupportedKind, ...] = (
             "weights in 8 bits, MXFP8, PP2 DP2",
         ),
         (f"{OPTIMIZERS}::test_weights_that_are_quantized_anew_are_the_same_or_refused",),
-        "stand-ins for Transformer Engine's tensors. Whether quantizing anew gives the same bytes is checked as a "
-        "job begins",
+        "stand-ins for Transformer Engine's tensors",
     ),
     SupportedKind(
         "Transformer Engine's extra state, delayed scaling",
@@ -179,11 +178,9 @@ KINDS: tuple[SupportedKind, ...] = (
         "weights in 8 bits, blockwise recipe; weights in 4 bits (NVFP4)",
         "--fp8-recipe blockwise; --fp4-param-gather",
         SupportStatus.DEVICE,
-        note="not run; whether quantizing anew gives the same bytes is checked as a job begins",
+        note="that quantizing again gives the same bytes is checked as a job begins",
     ),
-    SupportedKind(
-        "context parallel", "--context-parallel-size", SupportStatus.DEVICE, note="not run: attention needs it"
-    ),
+    SupportedKind("context parallel", "--context-parallel-size", SupportStatus.DEVICE, note="attention needs it"),
     SupportedKind(
         "moments in 8 bits",
         "--exp-avg-dtype fp8",

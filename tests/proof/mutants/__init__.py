@@ -219,7 +219,8 @@ def _a_new_smp_forgets() -> None:
 def _never_ends() -> None:
     from holdfast.smp_daemon.service import Smp
 
-    _replace(Smp, "finish", lambda self: None)
+    stop = Smp.stop
+    _replace(Smp, "stop", lambda self, *, remove=False: None if remove else stop(self))
 
 
 def _one_node_is_behind() -> None:

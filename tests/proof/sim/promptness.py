@@ -33,9 +33,14 @@ STEP_S = 1.0
 TOLD = ("a snapshot ", "snapshots ", "memory for ", "a group of ", "restored ")
 """How the texts begin that are warnings only so that everybody sees them: what was chosen, and what came back."""
 
-ADVICE = ("until encoding keeps up again", "without HOLDFAST_DOMAINS", "keeps what is in memory for 30 days")
-"""Parts of texts that say rightly that snapshots are taken faster than they can be encoded, what to set, or what the
-job's protection is worth."""
+ADVICE = (
+    "until encoding keeps up again",
+    "without HOLDFAST_DOMAINS",
+    "keeps what is in memory for 30 days",
+    "one that is being started",
+)
+"""Parts of texts that say rightly that snapshots are taken faster than they can be encoded, what to set, what the job's
+protection is worth, or what a start waits for."""
 
 STARVED = "no snapshot is taken: "
 """How a text begins that is right on machines that are slower than holdfast expects of any."""
