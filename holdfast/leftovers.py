@@ -39,15 +39,13 @@ class Leftover:
     untouched_s: float = float("inf")
 
 
-def find_leftovers(
-    base: Path | None = None, *, job: str | None = None, older_than_s: float = 0.0
-) -> Iterator[Leftover]:
-    """Arenas below `base` whose trainers are all gone, and whose files did not change for `older_than_s`.
+def find_leftovers(base: Path | None = None, *, job: str | None = None) -> Iterator[Leftover]:
+    """Arenas below `base` whose trainers are all gone.
 
-    Without a `job`, also scratch folders whose command was killed, whatever their age: no job needs them.
+    Without a `job`, also scratch folders whose command was killed: no job needs them.
     """
     for found in find_arenas(base, job=job):
-        if not found.user and found.untouched_s >= older_than_s:
+        if not found.user:
             yield found
 
 

@@ -62,10 +62,15 @@ class Scratch:
         _ours.discard(self)
 
 
-def remove_ours() -> None:
-    """Remove every folder that this process has made and not removed yet."""
+def ours() -> frozenset[Scratch]:
+    """The folders that this process has made and not removed yet."""
+    return frozenset(_ours)
+
+
+def remove_ours(but: frozenset[Scratch] = frozenset()) -> None:
+    """Remove every folder that this process has made and not removed yet, but these."""
     pid = os.getpid()
-    for each in list(_ours):
+    for each in ours() - but:
         if each.path.name.split("-")[1] == str(pid):  # not one that a parent made before a fork
             each.remove()
 

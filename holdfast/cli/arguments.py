@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.paths import checked as checked_name
 from holdfast.smp_daemon.shared.quantities import duration, parse_rate, parse_size, parse_time
 from holdfast.smp_daemon.shared.settings import ARENA
 
@@ -101,8 +102,8 @@ def input_file(text: str) -> Path:
 def arena_folder(text: str) -> Path:
     """A directory that holds arenas, or a path that does not exist yet."""
     path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{text} is not a directory: name one that holds arenas")
+    if not text or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"{text or repr(text)} is not a directory: name one that holds arenas")
     return path
 
 
@@ -119,6 +120,11 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", type=deadline, default="10min", metavar="TIME", help="timeout for each run (default 10min)"
     )
+
+
+def add_job(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--job``, with this help. An empty id is refused: a variable that is not set is not a way to say "any"."""
+    parser.add_argument("--job", type=checked(lambda job: checked_name(job, "a job id")), help=text)
 
 
 def add_arena(parser: argparse.ArgumentParser) -> None:

@@ -14,10 +14,8 @@ def add(commands: Any) -> None:
     audit = commands.add_parser(
         "audit",
         help="run your job, kill it, resume it: is it exact, and if not, what was forgotten?",
-        description="Runs a training command that uses InMemorySnapshot five times for a few steps: undisturbed, "
-        "again, killed in the middle of a step, resumed and killed a step later, and resumed; then compares everything "
-        "that the training loop can reach at the start of a resumed step, and all outputs and gradients after it. "
-        "Status 0 only if nothing differs.",
+        description="Runs a training command that uses InMemorySnapshot five times for a few steps, kills and "
+        "resumes it, and names state that a resume forgets. Status 0 only if nothing differs.",
     )
     audit.add_argument("--steps", type=int, default=8, help="steps of each run; the kill is in the middle (default 8)")
     add_runs(audit)

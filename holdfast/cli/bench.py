@@ -15,9 +15,9 @@ def add(commands: Any) -> None:
     node = kinds.add_parser(
         "node",
         help="what protecting costs and how fast it is here, for holdfast plan",
-        description="Measures the parts of protecting a snapshot, for each thread and core, and real SMPs that do it, "
-        "in turn with plain sockets that carry the same bytes. holdfast plan reads the result with "
-        "--measured. Six minutes on an idle machine; it needs 4.6 GB of memory.",
+        description="Measures the parts of protecting a snapshot, and real SMPs that do it, in turn with plain "
+        "sockets that carry the same bytes, for holdfast plan --measured. Six minutes on an idle machine; it needs "
+        "4.6 GB of memory.",
     )
     node.add_argument("--quick", action="store_true", help="everything once, in seconds: no figure is to be trusted")
     add_json(node)

@@ -46,8 +46,8 @@ def add(commands: Any) -> None:
     demo.add_argument(
         "--defaults",
         action="store_true",
-        help="with the hook's own options, as InMemorySnapshot(model, optim) is written: snapshots as often as the "
-        "overhead budget allows; how many steps are lost is reported, and does not fail the demo",
+        help="with the hook's own options: snapshots as often as the overhead budget allows; lost steps are reported, "
+        "and do not fail the demo",
     )
     add_json(demo)
     demo.set_defaults(run=_run)

@@ -37,9 +37,9 @@ def add(commands: Any) -> None:
     deploy = commands.add_parser(
         "deploy",
         help="write out the files that start SMPs under Slurm, Kubernetes or systemd, or watch them",
-        description="Writes templates: read the comments at their top, and put in what is yours. Scripts and units are "
-        "given the directory that this command runs from, so that a virtual environment is found. A file that "
-        "is there and differs is not overwritten: nothing is written then, and the status is 2.",
+        description="Writes templates: read the comments at their top, and put in what is yours. Scripts and units "
+        "get the directory that this command runs from. If a file is there and differs, nothing is written, and the "
+        "status is 2.",
         epilog="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()),
     )
     deploy.add_argument("kind", choices=KINDS, help="which files to write")

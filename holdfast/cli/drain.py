@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any
 
-from holdfast.cli.arguments import add_arena, deadline_up_to
+from holdfast.cli.arguments import add_arena, add_job, deadline_up_to
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.smp import check_readable
-from holdfast.cli.status import gather
+from holdfast.cli.status import check_answers, gather
 from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
@@ -29,13 +29,12 @@ def add(commands: Any) -> None:
         "drain",
         help="move what a node holds to other nodes before it is taken away",
         description="Moves the newest snapshot that a node holds a part of to other nodes of the job, or to spares, "
-        "and has them protect it among themselves; then the node's SMP ends, its memory is free, and the node may be "
-        "taken away. A job that trains takes a last snapshot, holds still while that is moved, and ends with the error "
-        "NodeLeaves, so that it goes on from there when it is started again without the node. Status 0 only if nothing "
-        "on the node is needed any more.",
+        "which protect it among themselves; then the node's SMP ends, and its memory is free. A job that trains takes "
+        "a last snapshot, waits while that is moved, and ends with the error NodeLeaves. Status 0 only if nothing on "
+        "the node is needed any more.",
     )
     drain.add_argument("node", help="name of the node, as `holdfast status` tells it")
-    drain.add_argument("--job", help="id of the training run (default: the one that has this node)")
+    add_job(drain, "id of the training run (default: the one that has this node)")
     add_arena(drain)
     drain.add_argument("--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job")
     drain.add_argument("--to", default="", metavar="HOST:PORT,...", help="spares: SMPs that the job does not use yet")
@@ -99,15 +98,16 @@ def look_at(parsed: argparse.Namespace) -> Overview:
 def _job_of(parsed: argparse.Namespace) -> Overview:
     if parsed.at:
         return look_at(parsed)
-    found = [overview for _, overview in gather(parsed.arena, parsed.job)]
-    having = [overview for overview in found if parsed.node in _names(overview)]
+    found = gather(parsed.arena, parsed.job)
+    having = [overview for _, overview in found if parsed.node in _names(overview)]
     if len(having) > 1:
         raise ConfigError(f"{parsed.node} is in the jobs {', '.join(o.job for o in having)}: choose one with --job")
     if not having:
-        for overview in found:
+        for _, overview in found:
             overview.check_let_in()
+        check_answers(found)
         check_readable(parsed.job, parsed.arena)
-        known = ", ".join(sorted({name for overview in found for name in _names(overview)}))
+        known = ", ".join(sorted({name for _, overview in found for name in _names(overview)}))
         there = f"there are {known}: name one of these, or" if known else "there is no job:"
         raise NotFound(f"no job on this machine has a node {parsed.node!r}: {there} say --at HOST:PORT")
     return having[0]

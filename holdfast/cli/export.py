@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.arguments import add_arena
+from holdfast.cli.arguments import add_arena, add_job
 from holdfast.cli.output import add_json, console_of, write_json
 from holdfast.cli.smp import check_readable
 from holdfast.report import Report, say
@@ -30,13 +30,13 @@ def add(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="turn a snapshot into plain safetensors or a DCP checkpoint",
-        description="Exports the newest snapshot available, or that of --step, from the memory of a job whose SMPs "
-        "run, whether it trains or not; or, with --from, from where it was persisted. Tensors that data-parallel "
-        "replicas divided among themselves are put together again.",
+        description="Exports the newest snapshot, or that of --step, from the memory of a job whose SMPs run, or, "
+        "with --from, from where it was persisted. Tensors that data-parallel replicas divided among themselves are "
+        "put together again.",
     )
     export.add_argument("folder", nargs="?", type=Path, help="a new directory for the result; not with --list")
     export.add_argument("--from", dest="place", metavar="URL", help="where snapshots are persisted; else from memory")
-    export.add_argument("--job", help="id of the training run (default HOLDFAST_JOB, or the only one there)")
+    add_job(export, "id of the training run (default HOLDFAST_JOB, or the only one there)")
     export.add_argument("--step", type=int, help="which snapshot (default the newest)")
     export.add_argument(
         "--format",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.arguments import add_arena, time
+from holdfast.cli.arguments import add_arena, add_job, time
 from holdfast.cli.output import FAILED, NOT_FOUND, OK, add_json, write_json
 from holdfast.cli.smp import check_readable, jobs_in
 from holdfast.smp_daemon.shared.errors import HoldfastError, ProtocolError
@@ -26,12 +26,12 @@ def add(commands: Any) -> None:
     gc = commands.add_parser(
         "gc",
         help="remove snapshots and SMPs that dead jobs left behind",
-        description="Finds arenas of this user that no trainer uses and ends their SMPs. Snapshots in them are lost: "
-        "a job that is to be restarted needs them, so only those untouched for an hour are taken, unless the job is "
-        "named. What a command such as `holdfast demo` left when it was killed goes at once. What stays is listed, "
-        f"with the reason. Status {NOT_FOUND}: the job that was named has no arena; {FAILED}: its arena stays.",
+        description="Ends SMPs that no trainer uses, and deletes their arenas with all snapshots: only those "
+        "untouched for an hour, unless the job is named. What a command such as `holdfast demo` left when it was "
+        f"killed goes at once. What stays is listed, with the reason. Status {NOT_FOUND}: the job that was named has "
+        f"no arena; {FAILED}: its arena stays.",
     )
-    gc.add_argument("--job", help="only this job, which is given up: also if its SMP still runs or was used just now")
+    add_job(gc, "only this job, which is given up: also if its SMP still runs or was used just now")
     gc.add_argument(
         "--older-than",
         type=time,

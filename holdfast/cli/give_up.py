@@ -6,11 +6,11 @@ import argparse
 import sys
 from typing import Any
 
-from holdfast.cli.arguments import add_arena
+from holdfast.cli.arguments import add_arena, add_job
 from holdfast.cli.drain import look_at
 from holdfast.cli.output import add_json, write_json
 from holdfast.cli.smp import check_readable
-from holdfast.cli.status import gather
+from holdfast.cli.status import check_answers, gather
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound
@@ -27,14 +27,13 @@ def add(commands: Any) -> None:
         "give-up",
         help="say that runs of a job are over: their snapshots are dropped",
         description="Drops the snapshots of runs of a job on all nodes that answer, and has these tell every later "
-        "start that the runs are over, so that nodes that come back are known as old. The next start begins anew. "
-        f"Refused while trainers of such a run are connected. {GIVE_UP_ENV}=RUN does the same for a start whose nodes "
-        "do not run yet. What was persisted stays where it is.",
+        "start that the runs are over. The next start begins anew. Refused while trainers of such a run are "
+        f"connected. {GIVE_UP_ENV}=RUN does the same for a start whose nodes do not run yet. What was persisted stays.",
     )
     give_up.add_argument(
         "runs", nargs="*", metavar="RUN", help="ids, as `holdfast status` tells them (default: the only run)"
     )
-    give_up.add_argument("--job", help="id of the job (default: the only one on this machine)")
+    add_job(give_up, "id of the job (default: the only one on this machine)")
     add_arena(give_up)
     give_up.add_argument(
         "--at", metavar="HOST:PORT", help="any SMP of the job, if none is on this machine; needs --job"
@@ -70,7 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
 def _job_of(parsed: argparse.Namespace) -> Overview:
     if parsed.at:
         return look_at(parsed)
-    found = [overview for _, overview in gather(parsed.arena, parsed.job)]
+    found = gather(parsed.arena, parsed.job)
+    check_answers(found)
     if not found:
         check_readable(parsed.job, parsed.arena)
         raise NotFound(
@@ -78,8 +78,8 @@ def _job_of(parsed: argparse.Namespace) -> Overview:
             f"HOST:PORT, or start the job with {GIVE_UP_ENV}=RUN"
         )
     if len(found) > 1:
-        raise ConfigError(f"this machine has the jobs {', '.join(o.job for o in found)}: choose one with --job")
-    return found[0]
+        raise ConfigError(f"this machine has the jobs {', '.join(o.job for _, o in found)}: choose one with --job")
+    return found[0][1]
 
 
 def _chosen(overview: Overview, wanted: list[str]) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def run_to_the_end(work: Callable[[], int], failed: Callable[[BaseException], in
 
     Signals that the caller ignores, as ``nohup`` does, stay ignored. Outside the main thread, signals are left alone.
     """
-    before = os.environ.get(COMMAND_ENV)
+    before, there = os.environ.get(COMMAND_ENV), scratch.ours()
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     os.environ[COMMAND_ENV] = token if before is None else f"{before},{token}"
     handlers = _handle_signals()
@@ -46,7 +46,7 @@ def run_to_the_end(work: Callable[[], int], failed: Callable[[BaseException], in
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the clean-up
         end_all(token)
-        scratch.remove_ours()
+        scratch.remove_ours(there)
         return failed(error)
     finally:
         for number, handler in handlers.items():

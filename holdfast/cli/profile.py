@@ -57,10 +57,10 @@ def add(commands: Any) -> None:
     profile = commands.add_parser(
         "profile",
         help="run your job for a few dozen steps, and measure what snapshots cost it: for holdfast plan",
-        description="Runs a training command that uses InMemorySnapshot, takes a snapshot after each step in which "
-        "none was worked on, and ends it after some steps. Writes how long steps with and without a snapshot take, its "
-        "stall, its copying, sealing and encoding, and sizes: the FILE of holdfast plan --profile. The job begins "
-        "anew, in memory of its own; rank 0 writes the file, so on several hosts it must be on a common file system.",
+        description="Runs a training command that uses InMemorySnapshot for some steps, from nothing, in memory of "
+        "its own, and takes a snapshot after each step in which none was worked on. Writes what they cost and their "
+        "sizes: the FILE of holdfast plan --profile. Rank 0 writes it, so on several hosts it must be on a common "
+        "file system.",
     )
     profile.add_argument(
         "--output",

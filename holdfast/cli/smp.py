@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.arguments import add_arena
+from holdfast.cli.arguments import add_arena, add_job
 from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.__main__ import add_options
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     stop.set_defaults(run=_stop)
     status.set_defaults(run=_status)
     for parser in (start, stop, status):
-        parser.add_argument("--job", help=JOB.help)
+        add_job(parser, JOB.help)
         add_arena(parser)
         add_json(parser)
 

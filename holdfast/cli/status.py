@@ -13,12 +13,12 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from holdfast.cli.arguments import add_arena
+from holdfast.cli.arguments import add_arena, add_job
 from holdfast.cli.output import add_json, console_of, make_console, write_json
 from holdfast.cli.smp import check_readable, no_arena_message
 from holdfast.report import Report, say
 from holdfast.smp_daemon.ops.overview import Overview, look
-from holdfast.smp_daemon.shared.errors import NotFound
+from holdfast.smp_daemon.shared.errors import NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import Owner, arena_path, find_owners
 from holdfast.smp_daemon.shared.quantities import amount
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     )
     top = commands.add_parser("top", help="what holdfast status says, every two seconds until interrupted")
     for parser, run in ((status, show_status), (top, show_top)):
-        parser.add_argument("--job", help="only this job")
+        add_job(parser, "only this job")
         add_arena(parser)
         parser.set_defaults(run=run)
     add_json(status)
@@ -85,6 +85,18 @@ def gather(base: Path | None = None, job: str | None = None) -> list[tuple[Owner
     return list(found.values())
 
 
+def check_answers(found: Sequence[tuple[Owner, Overview]]) -> None:
+    """Raise `SmpUnavailable` if there are jobs, and no SMP of any answers."""
+    if found and not any(overview.statuses for _, overview in found):
+        raise SmpUnavailable("; ".join(_why_silent(*each) for each in found))
+
+
+def _why_silent(owner: Owner, overview: Overview) -> str:
+    silent = f"the SMP {owner.pid} does not answer at {owner.host}:{owner.control_port}"
+    gone = silent if process_of(owner) else f"its SMP {owner.pid} has ended; what it held is kept for the next one"
+    return f"{overview.job}: {'; '.join(overview.refusals) or gone}"
+
+
 def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
     """The text about all jobs, one below the other."""
     if not overviews:
@@ -95,9 +107,7 @@ def render(overviews: Sequence[tuple[Owner, Overview]]) -> RenderableType:
 def _job(owner: Owner, overview: Overview) -> list[RenderableType]:
     safe = overview.safest
     if not overview.statuses:
-        silent = f"the SMP {owner.pid} does not answer at {owner.host}:{owner.control_port}"
-        gone = silent if process_of(owner) else f"its SMP {owner.pid} has ended; what it held is kept for the next one"
-        return [Text(f"{overview.job}: {'; '.join(overview.refusals) or gone}", style=COLOURS[-1])]
+        return [Text(_why_silent(owner, overview), style=COLOURS[-1])]
     style = COLOURS.get(safe.tolerates, "green") if safe else "yellow"
     parts: list[RenderableType] = [Text.assemble((overview.job, "bold"), ": ", (overview.sentence(), style))]
     parts += [Text(trouble, style=COLOURS[-1]) for trouble in overview.alarms]

@@ -41,7 +41,6 @@ def play(
     seed: int,
     runs: int = 256,
     failures: int = 200,
-    anchored: bool = True,
 ) -> Played:
     """Effective training time ratio of runs that fail, fall back, and go on, in whole steps.
 
@@ -52,8 +51,7 @@ def play(
     snapshots of lower levels are lost.
 
     Args:
-        periods: steps between snapshots of each level.
-        anchored: whether levels count step numbers; if not, they count steps since the last recovery.
+        periods: steps between snapshots of each level, which count step numbers.
 
     Raises:
         ConfigError: a run has more than `COUNTABLE` steps.
@@ -73,7 +71,7 @@ def play(
     while state.running.any():
         gap = generator.exponential(1.0 / rates.sum(), runs)
         kind = generator.choice(len(levels), runs, p=rates / rates.sum())
-        count += state.fail(levels, clock, gap, kind, anchored)
+        count += state.fail(levels, clock, gap, kind)
     share = state.done * step_s / horizon
     return Played(float(share.mean()), float(share.std(ddof=1) / math.sqrt(runs)), count)
 
@@ -115,21 +113,19 @@ class _Runs:
         self.running = np.ones(runs, dtype=bool)
         self.done = np.zeros(runs, dtype=np.int64)
 
-    def fail(self, levels: Sequence[Level], clock: _Clock, gap: Floats, kind: NDArray[Any], anchored: bool) -> int:
+    def fail(self, levels: Sequence[Level], clock: _Clock, gap: Floats, kind: NDArray[Any]) -> int:
         """Advance each run to its next failure or to its end. Returns the number of runs that failed."""
         ends = self._now + gap >= self._horizon
         busy = np.where(ends, self._horizon - self._now, gap) - self._restart
-        origin = np.zeros_like(self._step) if anchored else self._step
-        start = self._step - origin
-        elapsed = clock.at(start) + np.maximum(busy, 0.0)
+        elapsed = clock.at(self._step) + np.maximum(busy, 0.0)
         works = self.running & (busy > 0)
-        at_end = np.where(works, origin + np.maximum(clock.reached(elapsed), start), self._step)
+        at_end = np.where(works, np.maximum(clock.reached(elapsed), self._step), self._step)
         self.done = np.where(self.running & ends, at_end, self.done)
         for index, level in enumerate(levels):
             last = clock.reached(elapsed - level.latency_s, before=True)
             last -= last % clock.periods[index]
-            fresh = works & (last > start)
-            self._counts[index] = np.where(fresh, np.maximum(self._counts[index], origin + last), self._counts[index])
+            fresh = works & (last > self._step)
+            self._counts[index] = np.where(fresh, np.maximum(self._counts[index], last), self._counts[index])
         fails = self.running & ~ends
         self._fall_back(fails, kind, np.array([level.restart_s for level in levels]))
         self._now = np.where(fails, self._now + gap, self._now)

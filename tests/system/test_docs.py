@@ -94,6 +94,13 @@ def test_tables_are_whole(page: Path) -> None:
     assert [lines[i] for i in begins if not re.fullmatch(r"\|[ :|-]+\|", lines[i + 1])] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_text_follows_a_comment_that_begins_a_line(page: Path) -> None:
+    """CommonMark takes such a line for HTML, and shows its asterisks, backticks and links as they stand."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert re.findall(r"^ *(?:[*-] )?<!--[^>]*-->[^\n]*\S.*", text, re.M) == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_examples_are_python_and_import_what_there_is(page: Path) -> None:
     for code in blocks(page, "python"):

@@ -56,6 +56,8 @@ def leaves() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
 COMMANDS = {" ".join(words): (words, parser) for words, parser in leaves()}
 WITH_JSON = [name for name, (_, parser) in COMMANDS.items() if "--json" in parser._option_string_actions]
 
+WITH_JOB = [name for name, (_, parser) in COMMANDS.items() if "--job" in parser._option_string_actions]
+
 BAD: dict[str, tuple[list[str], int, str]] = {
     "demo": (["--nodes", "4", "--protect", "6+2"], WRONG, "6+2 needs 8 nodes"),
     "audit": (["--", "/no/such/python"], WRONG, "/no/such/python cannot be started"),
@@ -126,6 +128,13 @@ def test_an_absurd_value_is_named_before_anything_is_done(line: str, capsys: pyt
     status, message = ABSURD[line]
     assert main(line.split()) == status
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", WITH_JOB)
+@pytest.mark.parametrize("option", ["--job", "--arena"])
+def test_an_empty_name_is_not_that_of_any(name: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMANDS[name][0], option, ""]) == WRONG
+    assert f"{option}: ''" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

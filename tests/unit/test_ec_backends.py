@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,21 +17,11 @@ from benchmarks.pyeclib_codec import codec_of
 from holdfast.ec import Codec, backends, choose_codec, describe_auto
 from holdfast.ec.backends import IsalKernel
 from tests.deadlines import DEADLINE_S
+from tests.unit.test_ec_codec import encode, random_units
 
 ODD_UNIT = 4097
 
 Addresses = ctypes.Array[ctypes.c_void_p]
-
-
-def random_units(count: int, length: int, seed: int = 7) -> list[bytes]:
-    source = random.Random(seed)
-    return [source.randbytes(length) for _ in range(count)]
-
-
-def encode(codec: Codec, data: Sequence[bytes]) -> list[bytes]:
-    parity = [bytearray(len(data[0])) for _ in range(codec.m)]
-    codec.encode([memoryview(unit) for unit in data], [memoryview(unit) for unit in parity])
-    return [bytes(unit) for unit in parity]
 
 
 def mapped(length: int) -> memoryview:
@@ -136,24 +125,12 @@ class TestWithoutTheLibrary:
         assert "install pyeclib or libisal2" in record.getMessage()
         assert "\n" not in record.getMessage()
 
-    @pytest.mark.parametrize(("k", "m"), [(1, 1), (1, 3), (4, 1), (4, 2), (6, 4)])
-    def test_auto_writes_the_same_bytes(self, candidates: Callable[..., None], k: int, m: int) -> None:
-        data = random_units(k, ODD_UNIT)
-        with_library = choose_codec(k, m)
-        expected = encode(with_library, data)
-        candidates()
-        without = choose_codec(k, m)
-        assert (with_library.name, without.name) == ("isal", "numpy")
-        assert encode(without, data) == expected
-
-    def test_isal_by_name_is_refused_with_the_fix(self, candidates: Callable[..., None]) -> None:
-        candidates()
-        with pytest.raises(ValueError, match=r"'isal' .*install .*libisal2"):
-            choose_codec(3, 2, "isal")
-
-    def test_every_name_that_was_tried_is_told(self, candidates: Callable[..., None]) -> None:
+    def test_isal_by_name_is_refused_with_every_name_that_was_tried_and_the_fix(
+        self, candidates: Callable[..., None]
+    ) -> None:
         candidates("/nowhere/libisal.so.2", "libc.so.6")
-        with pytest.raises(ValueError, match=r"/nowhere/libisal\.so\.2: .*libc\.so\.6: .*ec_init_tables"):
+        tried = r"/nowhere/libisal\.so\.2: .*libc\.so\.6: .*ec_init_tables"
+        with pytest.raises(ValueError, match=rf"'isal' .*{tried}.*install .*libisal2"):
             choose_codec(3, 2, "isal")
 
     def test_the_first_usable_candidate_is_taken(self, candidates: Callable[..., None]) -> None:
@@ -167,11 +144,6 @@ class TestWithoutTheLibrary:
 
 
 class TestAForeignLibrary:
-    def test_another_interface_is_refused(self, candidates: Callable[..., None]) -> None:
-        candidates("libc.so.6")
-        with pytest.raises(OSError, match=r"no usable ISA-L \(libc\.so\.6: .*ec_init_tables"):
-            backends.load()
-
     def test_another_field_is_refused(self, candidates: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backends, "_bind", lambda _: ForeignLibrary(0x11B))
         candidates("libc.so.6")

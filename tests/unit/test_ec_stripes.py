@@ -139,22 +139,6 @@ class TestParityIsDealtLikeCards:
             assert [p for p in range(n) if stripes.is_parity(p, stripe)] == sorted(homes[:m])
             assert [p for p in range(n) if stripes.is_data(p, stripe)] == sorted(homes[m:])
 
-    @pytest.mark.parametrize(("n", "k", "m"), chosen(SHAPES, SHAPES[::8]))
-    def test_in_a_turn_every_position_holds_m_parities_and_k_data_units(self, n: int, k: int, m: int) -> None:
-        stripes = full(n, k, m)
-        assert stripes.count == n
-        for position in range(n):
-            assert [stripes.parity_rank(position, turn * n) for turn in range(4)] == [turn * m for turn in range(4)]
-            assert sum(stripes.is_data(position, stripe) for stripe in range(n)) == k
-            assert stripes.units(position) == k
-
-    @given(geometries())
-    def test_a_stripe_has_k_data_and_m_parity_on_different_positions(self, stripes: Stripes) -> None:
-        for stripe in a_few_turns(stripes):
-            parity, data = stripes.parity_positions(stripe), stripes.data_positions(stripe)
-            assert (len(data), len(parity)) == (stripes.data, stripes.parity)
-            assert len({*parity, *data}) == stripes.data + stripes.parity <= stripes.positions
-
     @given(geometries())
     def test_parity_stripes_are_ranked_from_zero_without_gaps(self, stripes: Stripes) -> None:
         for position in range(stripes.positions):
@@ -338,30 +322,6 @@ class TestLostBytesComeBack:
     def test_any_m_positions_come_back_whatever_the_shape(self, stripes: Stripes, seed: int) -> None:
         assert every_m_come_back(stripes, choose_codec(stripes.data, stripes.parity), seed)
 
-    @pytest.mark.parametrize(
-        ("segments", "k", "m"),
-        [
-            (((100,), (), (3, 0, 9), (40,), ()), 2, 2),
-            (((100,), (), (3, 0, 9), (40,), (), (), (1,)), 3, 2),
-            (((), (), (), (50,)), 1, 3),
-            (((7,),) * 7, 1, 2),
-            (((0,), (0,), (0,)), 2, 1),
-        ],
-    )
-    def test_unequal_and_empty_positions_come_back(self, segments: tuple[tuple[int, ...], ...], k: int, m: int) -> None:
-        assert every_m_come_back(Stripes(segments, k, m, unit_bytes=8), choose_codec(k, m), 1)
-
-    @pytest.mark.parametrize(("n", "k", "m"), [shape for shape in SHAPES if shape[0] <= 6])
-    def test_more_than_m_positions_of_one_stripe_do_not(self, n: int, k: int, m: int) -> None:
-        stripes, codec = full(n, k, m), choose_codec(k, m)
-        group = fill(stripes, codec, 1)
-        for stripe in range(stripes.count):
-            homes = [*stripes.parity_positions(stripe), *stripes.data_positions(stripe)]
-            for lost in combinations(homes, m + 1):
-                loss = loss_of(stripes, lost)
-                assert not stripes.decodable(loss.segments, loss.parities)
-                assert not comes_back(group, codec, loss)
-
 
 def dealt_starts(positions: int, parity: int) -> Iterator[int]:
     """Where each stripe starts: after the parity of the last one, or one further if another has started there."""
@@ -386,28 +346,6 @@ class TestDecodable:
     @given(geometries())
     def test_losing_every_parity_loses_no_byte(self, stripes: Stripes) -> None:
         assert stripes.decodable([], range(stripes.positions))
-
-    @pytest.mark.parametrize(
-        ("segments", "parities", "decodable"),
-        [
-            ([(0, 0)], [], True),
-            ([(0, 0)], [0], True),
-            ([(0, 0)], [1], False),
-            ([(0, 0), (1, 0)], [], False),
-            ([(2, 0)], [0, 1, 2], True),
-            ([(2, 0), (0, 0), (1, 0)], [], False),
-        ],
-    )
-    def test_these_losses_are_judged_like_this(
-        self, segments: list[Segment], parities: list[int], decodable: bool
-    ) -> None:
-        stripes = Stripes(((12,), (12,), (0,)), data=2, parity=1, unit_bytes=4)
-        assert stripes.decodable(segments, parities) is decodable
-
-    def test_two_segments_that_share_no_stripe_may_both_be_lost(self) -> None:
-        stripes = Stripes(((4, 4), (4, 4), (4, 4)), data=2, parity=1, unit_bytes=4)
-        assert stripes.decodable([(0, 0), (1, 0)], [])
-        assert not stripes.decodable([(0, 0), (2, 1)], [])
 
 
 class TestWhatIsRefused:

@@ -168,27 +168,20 @@ def test_an_incomplete_gathering_has_no_record() -> None:
         gathered.gathering.record()
 
 
-@pytest.mark.parametrize("length", [0, 4, 6, 8])
-def test_a_unit_of_another_length_is_refused(length: int) -> None:
+@pytest.mark.parametrize(
+    ("stripe", "position", "length", "message"),
+    [
+        *((0, 2, length, f"has {length} bytes, not 5") for length in (0, 4, 6, 8)),
+        *((stripe, 1, 8, f"position 0 .*stripe {stripe}") for stripe in (-1, 1, 2, 3, 99)),  # its parity is elsewhere
+        *((0, position, 8, f"position {position} .*stripe 0") for position in (-1, 0, 3)),  # contributes nothing
+    ],
+)
+def test_what_is_no_unit_of_its_stripes_is_refused(stripe: int, position: int, length: int, message: str) -> None:
     gathered = small()
     before = bytes(gathered.slot)
-    with pytest.raises(ProtocolError, match=f"has {length} bytes, not 5"):
-        gathered.accumulate(Unit(0, 2, bytes(length)))
+    with pytest.raises(ProtocolError, match=message):
+        gathered.accumulate(Unit(stripe, position, bytes(length)))
     assert bytes(gathered.slot) == before
-
-
-@pytest.mark.parametrize("stripe", [-1, 1, 2, 3, 99])
-def test_a_stripe_whose_parity_is_elsewhere_is_refused(stripe: int) -> None:
-    gathered = small()
-    with pytest.raises(ProtocolError, match=f"position 0 .*stripe {stripe}"):
-        gathered.accumulate(Unit(stripe, 1, bytes(8)))
-
-
-@pytest.mark.parametrize("position", [-1, 0, 3])
-def test_a_position_that_contributes_nothing_is_refused(position: int) -> None:
-    gathered = small()
-    with pytest.raises(ProtocolError, match=f"position {position} .*stripe 0"):
-        gathered.accumulate(Unit(0, position, bytes(8)))
 
 
 @pytest.mark.parametrize("done", [0, 1, 2])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.leftovers import find_leftovers, remove
+from holdfast.scratch import Scratch
 from tools.real import programs
 from tools.real.comparison import STEP, compare, read
 from tools.real.driver import Kill, Outcome, drive, plan
@@ -79,12 +79,12 @@ def execute(run: Run, real: Path | None, pythons: Mapping[str, Path], seed: int)
         result.versions[run.framework] = release if release[:1].isdigit() else "main"
     home = WORK / "runs" / run.name
     shutil.rmtree(home, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="holdfast-real-", dir="/dev/shm") as arena:
+    with Scratch("real") as scratch:
         try:
             both = _by_program if run.program else _both
-            result.outcome, result.said = "differs", both(run, source, python, home, Path(arena), seed, result)
+            result.outcome, result.said = "differs", both(run, source, python, home, scratch.path, seed, result)
         finally:
-            for leftover in find_leftovers(Path(arena)):
+            for leftover in find_leftovers(scratch.path):
                 remove(leftover)
     if not result.said:
         result.outcome = "exact"
