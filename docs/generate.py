@@ -58,8 +58,8 @@ def support() -> Iterator[str]:
     yield from _scripts()
     yield from _jobs()
     yield (
-        "With another release of megatron-core, a job warns once, as it begins, that the release was never tried. What "
-        "would come back wrong is refused by name before the first step."
+        "With another release of megatron-core, a job warns that it was never tried. What would come back wrong is "
+        "refused by name before the first step."
     )
     yield from _kinds()
 
@@ -69,7 +69,7 @@ def _kinds() -> Iterator[str]:
     table = importlib.import_module(SUPPORT)
     exact = _exact_cells()
     yield "## Megatron, kind by kind"
-    yield "The jobs and tests behind each line stand in `tests/proof/matrix/kinds.py`; a test looks for them."
+    yield "`tests/proof/matrix/kinds.py` has the jobs and tests behind each line."
     meant = {
         table.SupportStatus.EXACT: "killed and restored as above, with megatron-core's own code",
         table.SupportStatus.STRUCTURES: "the same, or by tests, with stand-ins for what megatron-core needs of "
@@ -78,10 +78,11 @@ def _kinds() -> Iterator[str]:
         table.SupportStatus.REFUSED: "a job that has it ends before its first step, and is told what to leave out",
     }
     for status, meaning in meant.items():
+        yield f"**{status}**: {meaning}."
         kinds = [kind for kind in table.KINDS if kind.status == status]
-        for releases in dict.fromkeys(_releases(kind, exact) for kind in kinds):
-            tried = f", with megatron-core {releases}" if releases else ""
-            yield f"**{status}**{tried}: {meaning}."
+        for releases in sorted(dict.fromkeys(_releases(kind, exact) for kind in kinds), key=bool):
+            if releases:
+                yield f"With megatron-core {releases}:"
             yield "\n".join(_kind(kind) for kind in kinds if _releases(kind, exact) == releases)
 
 
@@ -115,17 +116,18 @@ def _scripts() -> Iterator[str]:
             if run["outcome"] != "skipped":
                 of = run["versions"]  # Python, torch, and then the framework if that is not torch
                 release = list(of.values())[2 if len(of) > 2 else 1]
-                exact = "yes" if run["outcome"] == "exact" else "**no**"
+                exact = "" if run["outcome"] == "exact" else ", **not exact**"
                 what = f"[{run['framework']}]({run['page'].removeprefix('docs/')}) | {release} | {run['what']}"
                 where = f"{_when(path, found)}, Python {of['Python']}, torch {of['torch']}"
-                newest[run["name"]] = where, f"| {what} | {run['ranks']} | {exact} |"
+                newest[run["name"]] = where, f"| {what}{exact} | {run['ranks']} |"
     yield "## Scripts of others"
     yield (
         "`make real REAL=...` trains each undisturbed and without holdfast, and again with its documented lines, while "
-        "three trainers are killed at drawn instants. *Exact*: every loss and evaluation, parameters, optimizer state "
-        "and generators after every step, and all state at the end are the same on all ranks to the last bit. On CPUs."
+        "three trainers are killed at drawn instants. Unless a line says *not exact*, every loss and evaluation, "
+        "parameters, optimizer state and generators after every step, and all state at the end are the same on all "
+        "ranks to the last bit. On CPUs."
     )
-    head = ["| framework | release | what was run | ranks | exact |", "|---|---|---|---:|---|"]
+    head = ["| framework | release | what was run | ranks |", "|---|---|---|---:|"]
     for where in dict.fromkeys(where for where, _ in newest.values()):
         yield f"{where}:"
         yield "\n".join([*head, *(row for each, row in newest.values() if each == where)])
@@ -140,9 +142,8 @@ def _jobs() -> Iterator[str]:
     """A row for each framework in each report of the matrix, newest first."""
     yield "## Kinds of jobs"
     yield (
-        "Each line is a run of `make matrix` whose report is committed: every kind of job was trained undisturbed, "
-        "and again with a trainer and then a whole node killed in the middle of steps. On CPUs; [what ran on a "
-        "GPU](gpu.md)."
+        "Each line is a run of `make matrix`: every kind of job was trained undisturbed, and again with a trainer and "
+        "then a whole node killed in the middle of steps. On CPUs; [what ran on a GPU](gpu.md)."
     )
     rows = []
     for path in sorted(RESULTS.glob("matrix-*.json"), reverse=True):
@@ -163,7 +164,7 @@ def _jobs() -> Iterator[str]:
 
 # ---------------------------------------------------------------------- proof
 
-WORDS_QUOTED = 12
+WORDS_QUOTED = 8
 
 
 def proof() -> Iterator[str]:
@@ -171,21 +172,19 @@ def proof() -> Iterator[str]:
     broken = importlib.import_module("tests.proof.broken_builds")
     yield "# What proves it"
     yield (
-        "The beginning of each promise of the README and of these pages, and the tests that fail if it is not kept. "
-        "`make proof` runs all of them and prints this table with what came of each."
+        "How each promise of the README and of these pages begins, and the tests that fail if it is not kept. "
+        "`make proof` runs them and prints the results."
     )
     found = promises.proofs()
     for page in dict.fromkeys(promise.page for promise in promises.PROMISES.values()):
         link = page.removeprefix("docs/") if page.startswith("docs/") else f"../{page}"
         yield f"## [{page}]({link})"
         rows = [(name, promise) for name, promise in promises.PROMISES.items() if promise.page == page]
-        yield "\n".join(
-            ["| promise | proved by |", "|---|---|", *(_row(promise, found[name]) for name, promise in rows)]
-        )
+        yield "\n".join(_row(promise, found[name]) for name, promise in rows)
     yield "## Builds that are broken on purpose"
     yield (
-        "Each of these builds is wrong in one place, and must be noticed by the check that it names, in `make "
-        "test-rest` or `make test-all`; every check has one. Training loops are noticed by their outcome."
+        "Each of these builds is wrong in one place, and must be noticed by the check that it names; every check has "
+        "one. Training loops are noticed by their outcome."
     )
     yield "\n".join(["| where | builds | checks |", "|---|---:|---|", *broken.rows()])
 
@@ -195,7 +194,7 @@ def _row(promise: Any, tests: list[Any]) -> str:
     for test in tests:
         by_file.setdefault(test.file, []).append(test.test)
     proofs = (f"`{file}` {', '.join(names)}" for file, names in by_file.items())
-    return f"| {_beginning(promise.text.replace('|', ''))} | {'<br>'.join(proofs)} |"
+    return f"* {_beginning(promise.text.replace('|', ''))}<br>{'; '.join(proofs)}"
 
 
 def _beginning(text: str) -> str:
