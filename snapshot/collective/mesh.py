@@ -137,8 +137,10 @@ class Mesh:
         least = torch.tensor(length + mine + [0] * (-(len(mine) + 2) % FRAME), dtype=torch.int64)
         theirs = torch.empty_like(least)
         for distance in distances(size) if mine else ():
-            arriving = self._start("recv", theirs, among[(place - distance) % size], _AGREE)
+            # In this order: a send to a rank that is gone fails at once, and what arrives for a buffer that is gone by
+            # then keeps Gloo's loop busy for good, so that the connections would never be closed.
             leaving = self._start("send", least, among[(place + distance) % size], _AGREE)
+            arriving = self._start("recv", theirs, among[(place - distance) % size], _AGREE)
             arriving.wait(self.deadline)
             leaving.wait(self.deadline)
             torch.minimum(least, theirs, out=least)
