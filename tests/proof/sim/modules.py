@@ -23,6 +23,7 @@ from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.snapshot.copy.engines import CpuEngine, Pause, SlotTensor, Transfer
 from holdfast.snapshot.copy.unit_digests import UnitDigests
+from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.hook import SnapshotHook
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.step.capture import Capture
@@ -244,6 +245,7 @@ class SimScript:
         adapter.coord = self.coord
         hook = SnapshotHook(adapter, options)
         hook.system = system
+        hook.checks = Checks(reading=False)  # the script that they would read is the whole simulation
         if self._average is not None:
             hook.track("average", tensors=self._average, changes="after step")
         if self._own is not None:
