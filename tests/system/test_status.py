@@ -287,8 +287,9 @@ def test_an_smp_that_is_stuck_is_not_healthy(smps: list[SmpProcess]) -> None:
 
 @pytest.mark.parametrize("words", [["drain", "node0"], ["give-up", "0badcafe"]])
 def test_a_job_whose_smps_are_stuck_is_not_taken_for_none(
-    ground: Ground, smps: list[SmpProcess], words: list[str], capsys: pytest.CaptureFixture[str]
+    ground: Ground, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    smps = ground.smps(2)
     for smp in smps:
         suspend(smp.owner.pid)
     assert main([*words, "--arena", str(ground.base)]) == NO_ANSWER
