@@ -395,7 +395,7 @@ class Reading:
         if held["batches"] and any(self._noted[name] != held[name] for name in ("batches", "drawn")):
             refuse(
                 f"the trainer's data is not where it was: after {done} batches of this pass it gives others than in "
-                "the earlier run. Either the data has changed, or it depends on something that is not restored: "
+                "the earlier run. The data or the number of ranks has changed, or it depends on what is not restored: "
                 "`track` that, or derive what is random in a batch from its samples"
             )
         return result

@@ -130,9 +130,9 @@ BY_DATA = (
 
 BY_CHANGE = (
     "its data gave the same batch as then, so what is done to it before the forward depends on something that is not "
-    "restored, such as a torch.Generator or numpy.random.Generator in a local variable (mixup, noise). Keep that in an "
-    'attribute of the model, or track it before entering: snap.track("mixup", get=generator.get_state, '
-    "set=generator.set_state)"
+    "restored: on what a warning of the run's first turns named, or on a torch.Generator or numpy.random.Generator "
+    "in a local variable (mixup, noise). Keep that in an attribute of the model, or track it before entering: "
+    'snap.track("mixup", get=generator.get_state, set=generator.set_state)'
 )
 """The same where the loop's sources have compared their batches."""
 
