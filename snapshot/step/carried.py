@@ -161,7 +161,9 @@ def _running(frame: FrameType, begun: int | None) -> RunningFunction | None:
 
 def _name_of(owner: Any) -> str:
     """What the script calls the object whose method a function is, or the class."""
-    return name_of(owner).partition(".")[2] or (owner if isinstance(owner, type) else type(owner)).__name__
+    return (
+        name_of(owner, any_alike=True).partition(".")[2] or (owner if isinstance(owner, type) else type(owner)).__name__
+    )
 
 
 class Following:
@@ -208,6 +210,8 @@ class Following:
         for call, helper in ran:
             found.add(Carries(self._read_in(helper, call.gives)))
         found.carried.pop("", None)  # what the caller has no name for
+        whole = found.carried.keys() | found.objects.keys()
+        found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
 
     def _name_in_script(self, call: Call, path: str) -> str:
@@ -307,11 +311,13 @@ class Following:
 
     def _uncaptured(self, values: RunningValues, paths: Mapping[str, int]) -> dict[str, int]:
         """Those of the paths that stand for nothing that is captured."""
-        return {path: line for path, line in paths.items() if not self._named.has(values, path, values.of(path))}
+        return {path: line for path, line in paths.items() if not self._named.has(values, path)}
 
 
 def _by_kind(values: RunningValues, carried: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """What is carried, and, apart from that, the iterators that are read on; see `Carries`."""
+    """What is carried, entries of tensors as the whole, and, apart from that, the iterators that are read on; see
+    `Carries`."""
+    carried = {values.whole(path): line for path, line in carried.items()}
     read_on = {path: values.of(path) for path in carried if reads_on(values.of(path))}
     iterators = {f"{path}[i]" if isinstance(held, PLAIN) else path: carried[path] for path, held in read_on.items()}
     return {path: line for path, line in carried.items() if path not in read_on}, iterators

@@ -187,7 +187,7 @@ class Flow:
         for path in paths:
             if root_of(path) != path and self._value_of(root_of(path)) is MISSING:
                 continue  # no turn has come there
-            if not self._named.has(self._values, path, self._value_of(path)):
+            if not self._named.has(self._values, path):
                 self._state[path] = self._state.get(path, NONE) | {path}
 
     # ------------------------------------------------------------------ statements
@@ -335,7 +335,7 @@ class Flow:
         """Whether it belongs to what data is read through, and is no part of the place there."""
         owners = [self._value_of(each) for each in owners_of(path)]
         is_of_data = any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners)
-        return is_of_data and not self._named.has(self._values, path, self._value_of(path))
+        return is_of_data and not self._named.has(self._values, path)
 
     def _note_again(self, line: int) -> None:
         """What is trained is changed here by what it was. At the top of a pass, note it: a restart that goes on in the

@@ -89,6 +89,11 @@ class RunningValues:
         """The same, with these values of names."""
         return RunningValues({**self._names, **values})
 
+    def whole(self, path: str) -> str:
+        """The path of the tensor or array that an entry is a part of; of anything else, its own path."""
+        owner = path.rpartition("[")[0]
+        return owner if path.endswith("]") and isinstance(self.of(owner), torch.Tensor | np.ndarray) else path
+
 
 def _attribute(owner: Any, name: str) -> Any:
     held = getattr(owner, "__dict__", {}) if not isinstance(owner, type) else {}
@@ -131,7 +136,9 @@ class Named:
         tensors = [*torch.nn.Module.parameters(value), *torch.nn.Module.buffers(value)]
         return bool(tensors) and self._memory.isdisjoint(map(memory_of, tensors))
 
-    def has(self, values: RunningValues, path: str, value: Any) -> bool:
+    def has(self, values: RunningValues, path: str) -> bool:
+        path = values.whole(path)
+        value = values.of(path)
         if {root_of(path), path.rpartition(".")[2]} & self._names or id(value) in self._objects:
             return True
         owners = [values.of(owner) for owner in owners_of(path)]

@@ -94,13 +94,22 @@ def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
     return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, most=MOST)
 
 
-def name_of(value: Any) -> str:
+def name_of(value: Any, *, any_alike: bool = False) -> str:
     """What the script calls an object, the same in every run: its longest path from a variable of the outermost
-    function, or module, that leads to it. ``loaders[1]`` tells more than the variable of a loop. May be empty."""
+    function, or module, that leads to it. ``loaders[1]`` tells more than the variable of a loop. May be empty.
+
+    Args:
+        any_alike: call what is in a list of objects of one class, such as the phases of a schedule, ``phases[i]``: what
+            is done to one of them now is done to another one later.
+    """
     for roots in reversed(list(_variables())):
-        found = walk(roots, is_users_own, longest=LONGEST, most=MOST)
+        found = list(walk(roots, is_users_own, longest=LONGEST, most=MOST))
         if paths := [path for path, each, _ in found if each is value]:
-            return max(paths, key=lambda path: (len(path), path))
+            path = max(paths, key=lambda path: (len(path), path))
+            entry = re.match(r"(.*)\[\d+\]", path) if any_alike else None
+            listed = next((each for name, each, _ in found if entry and name == entry[1]), ())
+            is_one = isinstance(listed, list | tuple) and len(listed) > 1 and len(set(map(type, listed))) == 1
+            return f"{entry[1]}[i]{path[entry.end() :]}" if entry and is_one else path
     return ""
 
 
@@ -203,9 +212,14 @@ def line_for_object(path: str) -> str:
 
 
 def line_for_attribute(path: str) -> str:
-    """The line that names an attribute of an object as state."""
+    """The line that names an attribute of an object as state, or, in ``phases[i].n``, that of each object in a list."""
     owner, _, name = path.rpartition(".")
-    full = path.removeprefix("self.").replace(".", "/")  # several objects may have an attribute of that name
+    full = path.removeprefix("self.").replace("[i]", "").replace(".", "/")  # several objects may have such an attribute
+    listed, _, rest = path.partition("[i]")
+    if rest:
+        each = f"each{rest.rpartition('.')[0]}"
+        put = f'[setattr({each}, "{name}", value) for each, value in zip({listed}, values)]'
+        return f'snap.track("{full}", get=lambda: [each{rest} for each in {listed}], set=lambda values: {put})'
     return f'snap.track("{full}", get=lambda: {path}, set=lambda value: setattr({owner}, "{name}", value))'
 
 

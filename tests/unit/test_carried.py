@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.script import Named, RunningValues, helper_of
 from holdfast.snapshot.step.syntax import called_in, function_of, loops_at
-from holdfast.snapshot.step.variables import unwatched
+from holdfast.snapshot.step.variables import line_for_attribute, unwatched
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 
@@ -521,6 +521,33 @@ def with_a_schedule_of_parts(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         yield
         job.update()
         cycle.step()
+
+
+def with_sums_that_are_made_anew(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    sums = torch.zeros(2)
+    for step in snap.steps(STEPS):
+        loss = job.model(torch.randn(2, 4)).sum()
+        sums[0] += loss.detach()
+        sums[1] += 1
+        loss.backward()
+        yield
+        if not sums[1].isnan():
+            job.update()
+        if step % 2:
+            sums = torch.zeros(2)
+
+
+def with_sums_that_are_emptied(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    sums = torch.zeros(2)
+    for step in snap.steps(STEPS):
+        loss = job.model(torch.randn(2, 4)).sum()
+        sums[0] += loss.detach()
+        loss.backward()
+        yield
+        if not sums[0].isnan():
+            job.update()
+        if step % 2:
+            sums.zero_()
 
 
 def one_pass(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -1200,7 +1227,9 @@ NONE: list[str] = []
             ["training.place (line", 'snap.track("training/place"', 'snap.track("other/place"'],
             ["held_out"],
         ),
-        (with_a_schedule_of_parts, ["cycle.phases[0].turn (line"], ["cycle.at"]),
+        (with_a_schedule_of_parts, ["cycle.phases[i].turn (line"], ["cycle.at"]),
+        (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
+        (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
         (
             lambda snap, job: Scheduled(job).train(snap),
@@ -1229,6 +1258,18 @@ def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
     assert bool(line) == bool(named) and all(name in line for name in named)
     assert not any(name in line for name in others)
     assert "counts from its beginning" not in caplog.text
+
+
+def test_the_line_for_one_object_in_a_list_keeps_them_all() -> None:
+    """A schedule goes on to its next part after what is named was seen."""
+    cycle, kept = Cycle(torch.optim.SGD([torch.zeros(1)], 0.1)), dict[str, Any]()
+    cycle.phases[1].turn = 7
+    snap = SimpleNamespace(track=lambda name, **how: kept.update(how, name=name))
+    exec(line_for_attribute("cycle.phases[i].turn"), {"snap": snap, "cycle": cycle})
+    held = kept["get"]()
+    cycle.phases[1].turn = 0
+    kept["set"](held)
+    assert (kept["name"], held, cycle.phases[1].turn) == ("cycle/phases/turn", [0, 7], 7)
 
 
 @pytest.mark.usefixtures("arena")
