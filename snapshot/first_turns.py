@@ -329,7 +329,7 @@ class FirstTurns:
             log.warning(COUNTS, some([str(line) for line in sorted(found.counts)]))
         if found.again:
             log.warning(AGAIN, some([str(line) for line in sorted(found.again)]))
-        carried = found.objects | found.carried | found.updated
+        carried = found.objects | found.environments | found.carried | found.updated
         if names := [f"{name} ({line})" for name, line in carried.items()]:
             log.warning(CARRIED, some(names), some(lines_for(found)))
             if self._changing is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,7 @@ from holdfast.snapshot.step.script import (
     enters,
     helper_called,
     helper_of,
+    is_environment,
     is_ours,
     reads_on,
     renamed,
@@ -52,6 +54,7 @@ from holdfast.snapshot.step.syntax import (
     path_of,
     root_of,
     sources_in,
+    stepped_in,
 )
 from holdfast.snapshot.step.variables import (
     frames_called_by_a_library,
@@ -63,6 +66,9 @@ from holdfast.snapshot.step.variables import (
 
 SEVERAL = 4
 """Of how many attributes that are carried their object is named instead, if it stands alone."""
+
+LOOKS_ON = re.compile(r"(?:^|[._])(?:eval|valid|test|show|render|record)")
+"""What has such a name does not act in an environment to train."""
 
 KEPT = (torch.nn.Module, torch.optim.Optimizer, DataLoader)
 """Types of what a restart makes again, and the hook may be given."""
@@ -209,7 +215,8 @@ class Following:
                 found.add(one)
         for call, helper in ran:
             found.add(Carries(self._read_in(helper, call.gives)))
-        found.carried.pop("", None)  # what the caller has no name for
+        for named in (found.carried, found.environments):
+            named.pop("", None)  # what the caller has no name for
         whole = found.carried.keys() | found.objects.keys()
         found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
@@ -271,6 +278,7 @@ class Following:
             if len(within) >= SEVERAL and _stands_alone(values.of(owner)):
                 found.objects[owner] = min(found.carried.pop(path) for path in within)
         carried, iterators = _by_kind(values, found.carried)
+        found.environments |= renamed(self._acted_in(turns or [each.function], values), each.called)
         found.carried = renamed(carried, each.called)
         found.iterators |= renamed(iterators, each.called)
         return found
@@ -289,9 +297,16 @@ class Following:
         carried, iterators = _by_kind(values, self._uncaptured(values, flow.found.carried))
         updated = renamed(flow.found.updated, outside)
         found = Carries(renamed(carried, outside), renamed(iterators, outside), updated)
+        if not LOOKS_ON.search(helper.function.name):
+            found.environments |= renamed(self._acted_in([helper.function], values), outside)
         for inner in helper.calls.values():
             found.add(self._in_helper(inner, called=outside))
         return found
+
+    def _acted_in(self, nodes: Collection[ast.AST], values: RunningValues) -> dict[str, int]:
+        """The environments of libraries that the nodes act in, with lines."""
+        found = {path: line for path, line in stepped_in(nodes).items() if not LOOKS_ON.search(path)}
+        return self._uncaptured(values, {path: line for path, line in found.items() if is_environment(values.of(path))})
 
     def _note_kept(self, flow: Flow, values: RunningValues, called: Callable[[str], str]) -> None:
         """`called`: what the script calls a path of the function."""
@@ -333,6 +348,7 @@ def lines_for(found: Carries) -> list[str]:
     """The lines that name what is carried."""
     lines = dict.fromkeys(f'snap.track("{path.rpartition(".")[2]}", tensors={path})' for path in found.updated)
     lines |= dict.fromkeys(map(line_for_object, found.objects))
+    lines |= dict.fromkeys(line_for_object(path, "cloudpickle") for path in found.environments)
     loose = [path for path in found.carried if root_of(path) == path]
     if loose:
         kept = ", ".join(f'"{path}": {path}' for path in loose)

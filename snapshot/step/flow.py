@@ -33,6 +33,7 @@ from holdfast.snapshot.step.syntax import (
     parts_of,
     path_of,
     root_of,
+    taken_at,
     taken_in,
 )
 
@@ -90,6 +91,7 @@ class Carries:
             in `carried`.
         updated: modules that a turn updates, and that are not captured, with the line.
         objects: as `carried`, objects of which several attributes are carried; `Flow` has those in `carried`.
+        environments: as `objects`, environments of libraries that a turn acts in; a `Flow` leaves them out.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
         passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
@@ -102,6 +104,7 @@ class Carries:
     iterators: dict[str, int] = field(default_factory=dict)
     updated: dict[str, int] = field(default_factory=dict)
     objects: dict[str, int] = field(default_factory=dict)
+    environments: dict[str, int] = field(default_factory=dict)
     counts: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
     numbered: bool = False
@@ -458,7 +461,8 @@ class Flow:
         if adds or moves_on or (_adds_parameters(node) and trains):
             self._note_again(node.lineno)
         if receiver is not None and self._is_in_turn:
-            path = path_of(receiver) if name in UPDATES else self._taken.get(root_of(innermost_path(receiver)), "")
+            root = root_of(innermost_path(receiver))
+            path = path_of(receiver) if name in UPDATES else taken_at(self._taken, root, node.lineno)
             if (name in UPDATES or name.endswith("_")) and self._named.is_foreign(self._value_of(path)):
                 self.found.updated.setdefault(path, node.lineno)
         if receiver is not None and isinstance(owner, torch.nn.Module) and name in ("eval", "train"):

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.walk import is_code, is_plain, is_users_own, package_of, walk
+from holdfast.snapshot.state.walk import is_captured_as_such, is_code, is_plain, is_users_own, package_of, walk
 from holdfast.snapshot.step.calls import LAMBDA, Call
 from holdfast.snapshot.step.syntax import (
     Function,
@@ -151,7 +151,7 @@ class Named:
         parts = value if isinstance(value, list | tuple) else [value]
         if parts and all(isinstance(each, torch.Tensor) for each in parts):
             return self._memory.issuperset(map(memory_of, parts))
-        if reads_on(value):
+        if reads_on(value) or is_environment(value):
             return False
         return value is not MISSING and not isinstance(value, (*PLAIN, np.generic, np.ndarray))
 
@@ -180,6 +180,12 @@ def _knows_its_place(value: Any) -> bool:
         return value not in watched  # the others are told of as they are read
     python = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
     return python or isinstance(value, FED)
+
+
+def is_environment(value: Any) -> bool:
+    """Whether an object is an environment of a library, as gymnasium's are. Those of the user's own are looked into."""
+    acts = all(callable(getattr(type(value), name, None)) for name in ("reset", "step"))
+    return acts and not (is_users_own(value) or is_captured_as_such(value))
 
 
 def is_ours(value: Any) -> bool:

@@ -9,9 +9,8 @@ import ast
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from itertools import chain
 from pathlib import PurePath
 from tokenize import TokenError
 from types import CodeType
@@ -89,6 +88,16 @@ def sources_in(nodes: Iterable[ast.AST]) -> set[str]:
     return {path for each in calls for given in each.args if (path := path_of(given))}
 
 
+def stepped_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
+    """The paths of objects whose ``step`` is called, with the first line of each."""
+    found: dict[str, int] = {}
+    for each in _calls_in(nodes):
+        owner, _, name = path_of(each.func).rpartition(".")
+        if owner and name == "step":
+            found[owner] = min(found.get(owner, each.lineno), each.lineno)
+    return found
+
+
 def _calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
     return [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
 
@@ -107,7 +116,7 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
                 paths = [innermost_path(each)]
             elif (changed := _changed_in(each)) is not None:
                 paths = [innermost_path(changed)]
-                while (holder := held.get(paths[-1], "")) not in ("", *paths):
+                while (holder := taken_at(held, paths[-1], getattr(each, "lineno", 0))) not in ("", *paths):
                     paths.append(holder)
             else:
                 continue
@@ -116,9 +125,24 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
     return found
 
 
-def taken_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """The variables that statements give a part of something, with the path of that: to change one changes it."""
-    return dict(chain.from_iterable(map(_taken_by, nodes)))
+Taken = Mapping[str, list[tuple[int, str]]]
+"""By variable, the lines that give it a part of something, with the path of that: to change one changes it."""
+
+
+def taken_in(nodes: Iterable[ast.AST]) -> Taken:
+    """What the statements among these nodes give to variables."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for node in nodes:
+        for name, path in _taken_by(node):
+            found.setdefault(name, []).append((getattr(node, "lineno", 0), path))
+    return found
+
+
+def taken_at(taken: Taken, name: str, line: int) -> str:
+    """What a variable is a part of at a line; empty if of nothing."""
+    given = taken.get(name, [])
+    before = [path for begun, path in given if begun <= line]
+    return before[-1] if before else given[-1][1] if given else ""
 
 
 def _taken_by(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -205,9 +205,9 @@ def _line(name: str, which: Any, has_state: bool) -> str:
     return line_for_object(name) if is_attribute else f'snap.track("{name}", get=lambda: {name}, set=...)'
 
 
-def line_for_object(path: str) -> str:
-    """The line that names all attributes of an object as state."""
-    how = f"get=lambda: pickle.dumps(vars({path})), set=lambda held: vars({path}).update(pickle.loads(held))"
+def line_for_object(path: str, pickle: str = "pickle") -> str:
+    """The line that names all attributes of an object as state. `pickle`: the module that saves them."""
+    how = f"get=lambda: {pickle}.dumps(vars({path})), set=lambda held: vars({path}).update({pickle}.loads(held))"
     return f'snap.track("{path.rpartition(".")[2]}", {how})'
 
 

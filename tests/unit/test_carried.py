@@ -9,13 +9,14 @@ import inspect
 import itertools
 import logging
 import queue
+import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -521,6 +522,48 @@ def with_a_schedule_of_parts(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         yield
         job.update()
         cycle.step()
+
+
+class Room:
+    """An environment of a library."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def reset(self) -> float:
+        self.place = 0
+        return 0.0
+
+    def step(self, action: float) -> float:
+        self.place += 1
+        return self.place * action
+
+
+@pytest.fixture(autouse=True)
+def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed library that `Room` comes from."""
+    library = ModuleType("a_gym")
+    library.__file__ = "/lib/site-packages/a_gym.py"
+    monkeypatch.setitem(sys.modules, "a_gym", library)
+    monkeypatch.setattr(Room, "__module__", "a_gym")
+
+
+def with_environments(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    room, inner_room, eval_room, other_room = Room(), Room(), Room(), Room()
+
+    def collected() -> float:
+        return inner_room.step(1.0)
+
+    def evaluated() -> None:
+        other_room.step(1.0)
+
+    for _ in snap.steps(STEPS):
+        seen = room.step(1.0) + collected()
+        job.model(torch.full((2, 4), seen)).sum().backward()
+        yield
+        job.update()
+        eval_room.step(1.0)
+        evaluated()
 
 
 def with_sums_that_are_made_anew(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -1112,6 +1155,21 @@ def with_a_target(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
             fill(target, source=job.model)
 
 
+def with_two_targets(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """The same variables go through both, as in TD3 and SAC, and then through what is only looked at."""
+    first, second, shadow = (copy.deepcopy(job.model) for _ in range(3))
+    for _ in snap.steps(STEPS):
+        job.backward()
+        yield
+        job.step()
+        for ours, theirs in zip(job.model.parameters(), first.parameters(), strict=True):
+            theirs.data.copy_(0.1 * ours.data + 0.9 * theirs.data)
+        for ours, theirs in zip(job.model.parameters(), second.parameters(), strict=True):
+            theirs.data.copy_(0.1 * ours.data + 0.9 * theirs.data)
+        for ours, theirs in zip(job.model.parameters(), shadow.parameters(), strict=True):
+            print((ours - theirs).norm())
+
+
 class Leader(nn.Linear):
     """Has another one follow it slowly."""
 
@@ -1228,6 +1286,11 @@ NONE: list[str] = []
             ["held_out"],
         ),
         (with_a_schedule_of_parts, ["cycle.phases[i].turn (line"], ["cycle.at"]),
+        (
+            with_environments,
+            ["room (line", "get=lambda: cloudpickle.dumps(vars(room))", "cloudpickle.dumps(vars(inner_room))"],
+            ["seen (line", "eval_room", "other_room"],
+        ),
         (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
@@ -1245,6 +1308,7 @@ NONE: list[str] = []
         (with_a_generator_that_trains, ["rate (line"], ["logged"]),
         (in_a_function_that_a_library_calls, ["rates[0] (line"], ["logged"]),
         (replayed, ["experience (line", "get=lambda: pickle.dumps(vars(experience))"], ["experience.place"]),
+        (with_two_targets, ['"first", tensors=first)', '"second", tensors=second)'], ["shadow"]),
         (with_a_target, ['snap.track("target", tensors=target)'], NONE),
         (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
         (with_a_solver_for_each_batch, NONE, NONE),
@@ -1258,6 +1322,20 @@ def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
     assert bool(line) == bool(named) and all(name in line for name in named)
     assert not any(name in line for name in others)
     assert "counts from its beginning" not in caplog.text
+
+
+@pytest.mark.usefixtures("arena")
+def test_an_environment_that_is_tracked_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, room = nn.Linear(1, 1), Room()
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    snap = InMemorySnapshot(model, optim)
+    snap.track("room", get=lambda: dict(vars(room)), set=lambda held: vars(room).update(held))
+    with snap:
+        for _ in snap.steps(3):
+            model(torch.full((1,), room.step(1.0))).sum().backward()
+            optim.step()
+            optim.zero_grad()
+    assert "carries from turn to turn" not in caplog.text
 
 
 def test_the_line_for_one_object_in_a_list_keeps_them_all() -> None:
