@@ -148,11 +148,14 @@ class Named:
             return True  # attributes there are looked at as they change
         if isinstance(value, int | float) and any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners):
             return True  # a part of the place in the data
-        parts = value if isinstance(value, list | tuple) else [value]
+        whole = list(value.values()) if isinstance(value, dict) else value
+        parts = whole if isinstance(whole, list | tuple) else [whole]
         if parts and all(isinstance(each, torch.Tensor) for each in parts):
             return self._memory.issuperset(map(memory_of, parts))
         if reads_on(value) or is_environment(value):
             return False
+        if parts and all(isinstance(each, GeneratorType) for each in parts):
+            return True  # those that know their place have been told of
         return value is not MISSING and not isinstance(value, (*PLAIN, np.generic, np.ndarray))
 
 

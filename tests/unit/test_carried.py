@@ -524,6 +524,22 @@ def with_a_schedule_of_parts(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         cycle.step()
 
 
+def noise(width: int) -> Iterator[torch.Tensor]:
+    while True:
+        yield torch.randn(2, width)
+
+
+def with_generators_that_only_draw(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    by_width = {width: noise(width) for width in (4, 8)}
+    for _ in snap.steps(STEPS):
+        for width, each in by_width.items():
+            drawn = next(each)
+            if width == 4:
+                job.model(drawn).sum().backward()
+        yield
+        job.update()
+
+
 class Room:
     """An environment of a library."""
 
@@ -1308,6 +1324,7 @@ NONE: list[str] = []
         (with_a_generator_that_trains, ["rate (line"], ["logged"]),
         (in_a_function_that_a_library_calls, ["rates[0] (line"], ["logged"]),
         (replayed, ["experience (line", "get=lambda: pickle.dumps(vars(experience))"], ["experience.place"]),
+        (with_generators_that_only_draw, NONE, NONE),
         (with_two_targets, ['"first", tensors=first)', '"second", tensors=second)'], ["shadow"]),
         (with_a_target, ['snap.track("target", tensors=target)'], NONE),
         (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
