@@ -429,7 +429,10 @@ def _state_for(part: Stateful, held: Tree) -> Tree:
 def _check_stateful(what: str, part: Any) -> Stateful:
     """Return `part`. Warns if it is a module with an empty state; raises `ConfigError` if it is not `Stateful`."""
     if not isinstance(part, Stateful):
-        raise ConfigError(f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict")
+        raise ConfigError(
+            f"{what} is a {type(part).__qualname__} without state_dict and load_state_dict: leave it out. A warning of "
+            "the second turn names what it carries from step to step, and the lines that capture that"
+        )
     if isinstance(part, torch.nn.Module) and not part.state_dict():
         log.warning("%s, a %s, has nothing in its state_dict: nothing of it is captured", what, type(part).__qualname__)
     found: Stateful = part
