@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, pairwise
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -123,11 +124,21 @@ class Named:
         self._memory = {held for each in adapters for held in each.memory()}
         named = [("", root) for each in adapters for root in each.named()]
         found = [value for _, value, _ in walk(named, is_code, code=True)]
-        codes = [each.__code__ for each in found if isinstance(each, FunctionType) and is_users_own(each)]
-        self._names = {name for code in codes for name in (*code.co_freevars, *code.co_names)}
+        functions = [each for each in found if isinstance(each, FunctionType) and is_users_own(each)]
+        self._attributes = {name for each in functions for name in each.__code__.co_names}
+        self._whole = {name for each in functions for name in taken_whole(each.__code__)}
+        in_part = {id(value) for each in functions for value in self._known_in_part(each)}
+        given = [*(schedule for each in adapters for schedule in each.schedules), *(root for _, root in named)]
         # Kept alive, as what is found may exist only now, and its id would be given to another object.
-        self._kept = [*(schedule for each in adapters for schedule in each.schedules), *found]
+        self._kept = [*given, *(each for each in found if id(each) not in in_part)]
         self._objects = {id(each) for each in self._kept if not is_plain(each)}  # a small number is everybody's
+
+    def _known_in_part(self, function: FunctionType) -> Iterator[Any]:
+        """The objects that a function knows, of which no function that was given takes more than some attributes."""
+        code = function.__code__
+        cells = zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+        shared = ((name, value) for name, value in function.__globals__.items() if name in code.co_names)
+        return (value for name, value in chain(cells, shared) if name not in self._whole)
 
     def is_foreign(self, value: Any) -> bool:
         """Whether a value is a module that nothing captures."""
@@ -139,7 +150,7 @@ class Named:
     def has(self, values: RunningValues, path: str) -> bool:
         path = values.whole(path)
         value = values.of(path)
-        if {root_of(path), path.rpartition(".")[2]} & self._names or id(value) in self._objects:
+        if root_of(path) in self._whole or path.rpartition(".")[2] in self._attributes or id(value) in self._objects:
             return True
         owners = [values.of(owner) for owner in owners_of(path)]
         if not self._objects.isdisjoint(map(id, owners)):
@@ -349,6 +360,17 @@ def read_in(code: CodeType, shared: Collection[str]) -> Reading:
     """What the code of a function reads beside its arguments; see `read_by`."""
     names, attributes = _loaded_by(code)
     return {*code.co_freevars, *names.intersection(shared)}, attributes
+
+
+def taken_whole(code: CodeType) -> set[str]:
+    """The variables that a function reads, and of which it takes more than attributes: it passes them on, looks into
+    them, or calls a method, as in ``vars(x)``, ``x["n"]`` and ``x.state_dict()``."""
+    found = set[str]()
+    for read, used in pairwise(dis.get_instructions(code)):
+        is_attribute = used.opname == "LOAD_ATTR" and "NULL|self" not in used.argrepr  # that is how a method is loaded
+        if read.opname in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME") and not is_attribute:
+            found.add(read.argval)
+    return found.union(*(taken_whole(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 @lru_cache(maxsize=256)

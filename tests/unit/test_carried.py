@@ -27,6 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from holdfast import InMemorySnapshot
 from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.live import Change
+from holdfast.snapshot.state.tracked import Tracked
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.script import Named, RunningValues, helper_of
 from holdfast.snapshot.step.syntax import called_in, function_of, loops_at
@@ -57,7 +59,9 @@ def flow(function: ast.FunctionDef, line: int, values: dict[str, Any], adapter: 
     return Flow(function, known, Named([adapter]), helpers, turns=loops_at(function, line), top=line).found
 
 
-def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) -> Carries:
+def look(
+    turn: str, *, before: str = "n = 0", after: str = "", tracked: Tracked | None = None, **values: Any
+) -> Carries:
     """What a loop over batches carries. `turn`: what it does with each; `after`: what it does after a pass."""
     text = SET_UP % (before, textwrap.indent(turn.strip(), " " * 12), textwrap.indent(after.strip(), " " * 8))
     function = ast.parse(text).body[0]
@@ -66,7 +70,10 @@ def look(turn: str, *, before: str = "n = 0", after: str = "", **values: Any) ->
     optim = torch.optim.SGD(model.parameters(), 0.1)
     known = {"snap": Hook(), "model": model, "optim": optim, "average": nn.Linear(2, 2)}
     at = next(each.lineno for each in ast.walk(function) if isinstance(each, ast.For) and "data" in ast.dump(each.iter))
-    return flow(function, at, known | values, TorchAdapter(model, optim))
+    adapter = TorchAdapter(model, optim)
+    if tracked is not None:
+        adapter.track(tracked)
+    return flow(function, at, known | values, adapter)
 
 
 class Warmth:
@@ -1439,3 +1446,19 @@ def test_numbers_that_torch_has_drawn_are_counted(count: int) -> None:
             torch.randint(2, (1,), generator=generator)
         assert rng.numbers_between(before, rng.state_of(generator)) == count
     assert rng.numbers_between(before, rng.state_of(torch.Generator().manual_seed(-1))) is None
+
+
+def test_of_what_a_tracked_function_reads_in_part_the_rest_is_named() -> None:
+    warmth = SimpleNamespace(turn=0, phase=0, best=0)
+    turn = "warmth.turn += 1\nwarmth.phase += warmth.turn % 3\n" + TRAIN.replace("model(x)", "model(x * warmth.phase)")
+    ways: list[tuple[Callable[[], Any], set[str]]] = [
+        (lambda: warmth.best, {"warmth.turn", "warmth.phase"}),
+        (lambda: warmth.phase, {"warmth.turn"}),
+        (lambda: [warmth.turn, warmth.phase], set()),
+        (lambda: dict(vars(warmth)), set()),
+        (lambda: [vars(each) for each in (warmth,)], set()),
+        (lambda: warmth.__reduce__(), set()),
+    ]
+    for get, named in ways:
+        tracked = Tracked("warmth", get, print, None, Change.ANY, late=False)
+        assert look(turn, tracked=tracked, warmth=warmth).carried.keys() == named
