@@ -29,6 +29,7 @@ from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
 from holdfast.snapshot.step.flow import Carries
+from holdfast.snapshot.step.gradients import Ahead
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables, feeding
@@ -82,6 +83,12 @@ WITHIN = (
     "turn: a restart may go on there, though the turn begins at its top. Read all batches of a turn before its first "
     "optimizer steps, as by `batches = [next(data) for _ in range(n)]`"
 )
+AHEAD = (
+    "the forward of a turn runs before the batch is read with which its step begins, as where a loop reads each batch "
+    "while it trains on the one before, so a restart would go on in the middle of a turn: read a turn's batches before "
+    "its first forward; or call `snap.begin()` at the top of the loop, and track what was read ahead; or read ahead in "
+    "the source, as by `snap.data(function, ahead=1)`"
+)
 AGAIN = (
     "what %s does at the top of a pass is done once more when a restart goes on in the middle of that pass, which "
     "is refused then, or fails: do it at the end of the pass before"
@@ -121,6 +128,11 @@ UNKNOWN_INPUTS = (
 )
 ANOTHER_BATCH = (
     "the first step after the restore of step %d was given another batch than when the snapshot was taken: %s"
+)
+MOVED_UP = (
+    "the snapshot of step %d was taken as a batch was read, and now steps begin earlier, by `snap.begin()` or "
+    "`snap.steps(n)`. What the loop does from there to that batch would be done once more, such as a count at its top: "
+    "begin steps where the earlier run did, or give up that run"
 )
 BY_DATA = (
     "it was read ahead, before the hook was entered, or from another place in the data. Go through data by "
@@ -199,6 +211,7 @@ class FirstTurns:
         self._turn = CountedTurn(0, 0, 0)
         self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
         self._variables = Variables(restored.loop.get("variables", {}))
+        self._ahead: Ahead | None = None
         self._changing: ChangingVariables | None = None
         self._carried: CarriedVariables | None = None
 
@@ -214,6 +227,8 @@ class FirstTurns:
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
         entered[adapter] = get_ident()
+        if self.is_new and self._checks.reading and adapter.optimizers():
+            self._ahead = Ahead(adapter.modules())
         if adapter.modules():  # without any there is no forward
             self._rehearsal = Rehearsal(adapter, self._variables.states)
             if restored.snapshot is None:
@@ -228,14 +243,24 @@ class FirstTurns:
 
     @property
     def is_new(self) -> bool:
-        """Whether the job is in its first turns, and nothing of it is protected."""
-        return self._restored.snapshot is None and self._progress.step < FIRST_TURNS
+        """Whether the job is in its first turns, and little is lost if it is refused. What was refused in its second
+        turn may have left a snapshot of the first: it is refused again when it is started again."""
+        return self._begun_at < FIRST_TURNS and self._is_among_first
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is one of the job's first turns, and no earlier process has made any."""
+        return self._restored.snapshot is None and self._is_among_first
 
     @property
     def _is_among_first(self) -> bool:
         """Whether this is one of the first turns since the loop was entered."""
-        restored = self._restored.snapshot
-        return self._progress.step - (0 if restored is None else restored.step) < FIRST_TURNS
+        return self._progress.step - self._begun_at < FIRST_TURNS
+
+    @property
+    def _begun_at(self) -> int:
+        """The step with which this process began."""
+        return 0 if self._restored.snapshot is None else self._restored.snapshot.step
 
     # ------------------------------------------------------------------ what the script keeps
 
@@ -249,6 +274,8 @@ class FirstTurns:
 
     def step_begins(self) -> None:
         """A step has begun. Raises `ConfigError`, see `check_script`."""
+        if not self.is_new:
+            self._stop_looking_ahead()
         changed = self._unstepped is not None and self._unstepped.step_begins()
         if changed and self._checks.reading and not self.asked_for_step:
             log.warning(CHANGED)
@@ -276,8 +303,10 @@ class FirstTurns:
 
         Raises:
             ConfigError: the job is new, and the loop cannot be bringing such an iterator to its place by itself; or its
-                steps depend on the numbers of batches, which begin anew, or on a number of passes that nobody counts.
+                steps depend on the numbers of batches, which begin anew, or on a number of passes that nobody counts;
+                or they begin in the middle of its turns.
         """
+        self._check_ahead("s")
         if self._carried is not None and (found := self._carried.look()) is not None:
             self._carried = None  # it holds the frames of the script
             if not found.skips:
@@ -288,6 +317,16 @@ class FirstTurns:
                 log.warning(JOINED)
         self._check_passes(is_counted_elsewhere=False)
         self._check_iterators()
+
+    def _check_ahead(self, what: str) -> None:
+        """`what`: see `Ahead.found`. Raises `ConfigError`, see `check_script`."""
+        if self._ahead is not None and self._ahead.found(what):
+            raise ConfigError(AHEAD)
+
+    def _stop_looking_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.remove()
+            self._ahead = None
 
     def _check_iterators(self) -> None:
         """Raises `ConfigError`, see `check_script`."""
@@ -315,6 +354,7 @@ class FirstTurns:
         """Stop watching the script."""
         entered.pop(self._adapter, None)
         self._iterators.remove()
+        self._stop_looking_ahead()
         if self._carried is not None:
             self._carried.stop()
 
@@ -368,9 +408,9 @@ class FirstTurns:
         rehearsal = self._rehearsal
         if rehearsal is None:
             return
-        if self.is_new and (moved := rehearsal.moved()):
+        if self._is_first and (moved := rehearsal.moved()):
             yield Event.MOVED, moved
-        if self.is_new and (amounts := rehearsal.amounts()):
+        if self._is_first and (amounts := rehearsal.amounts()):
             log.warning(AMOUNTS, *amounts)
         if (self._is_among_first or is_due) and (uneven := rehearsal.uneven()):
             yield Event.UNEVEN, uneven
@@ -383,7 +423,7 @@ class FirstTurns:
         """A step of a plain loop has ended: note how everything is for the next one."""
         if self._rehearsal is None:
             return
-        if self.is_new and self._progress.step == 1:
+        if self._is_first and self._progress.step == 1:
             self._rehearsal.note_values()
         if self._is_among_first or is_due:
             self._rehearsal.note()
@@ -391,9 +431,14 @@ class FirstTurns:
     # ------------------------------------------------------------------ what was restored
 
     def before_reading(self) -> None:
-        """Data is about to be read: put the generators back before that happens for the first time."""
+        """Data is about to be read: put the generators back before that happens for the first time. Raises
+        `StateMismatch` if the earlier run's steps began elsewhere."""
+        if self._ahead is not None:
+            self._ahead.reads()
         if not self._was_marked:
             self._was_marked = True
+            if self._checks.resumption and self._position.is_moved_up:
+                refuse(MOVED_UP % self._progress.step)
             self._warn_of_what_was_read()
             if self._checks.reading:
                 self._variables.look(self._known_generators())
@@ -409,7 +454,9 @@ class FirstTurns:
             state.check(declared=self._position.declared)
 
     def before_forward(self) -> None:
-        """A forward is about to run: warn, once, if it is unknown what it must be given."""
+        """A forward is about to run: warn, once, if it is unknown what it must be given. Raises `ConfigError`, see
+        `check_script`."""
+        self._check_ahead("f")
         if self._inputs_are_unknown:
             self._inputs_are_unknown = False
             if not self._position.sources:  # sources compare their next batch themselves
@@ -431,6 +478,8 @@ class FirstTurns:
     def stepped(self) -> None:
         """An optimizer has stepped: later forwards are not compared."""
         self._inputs = self._unstepped = None
+        if self._ahead is not None:
+            self._ahead.stepped()
 
     def came_round(self) -> None:
         """A turn of a loop that declares has ended, and no optimizer has stepped in it. Raises as `Unstepped.look`."""

@@ -181,7 +181,7 @@ class Flow:
     def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
         """As `assigned_in`, with what the functions assign that are called there."""
         nodes = list(nodes)
-        found = assigned_in(nodes)
+        found = assigned_in(nodes, lambda path: self._value_of(path) is not None)
         for path in called_in(nodes):
             found = (self._helpers[path].writes if path in self._helpers else {}) | found
         return found

@@ -1,10 +1,12 @@
-"""What gradients tell about a loop: whether they are kept from one step to the next, and whether steps are skipped.
+"""What gradients tell about a loop: whether they are kept from one step to the next, whether steps are skipped, and
+whether a turn trains before its step begins.
 
 One parameter of each module is watched, just before a gradient is added to the one that it has.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -95,6 +97,7 @@ class Gradients:
     def remove(self) -> None:
         """Stop watching."""
         self._watched.clear()
+        self._kept.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -118,7 +121,8 @@ class Gradients:
             if first and held:
                 self._kept[name] = parameter._version
             elif not first and held is False:
-                self._kept.pop(name, None)  # as what a generator leaves in a discriminator is, before that trains
+                if self._kept.get(name) == parameter._version:  # else a step has used them
+                    del self._kept[name]  # as what a generator leaves in a discriminator is, before that trains
                 self._times_zeroed += 1
                 self._was_zeroed = True
                 if self._steps or self._times_zeroed >= MOST_ZEROED:
@@ -138,6 +142,52 @@ class Gradients:
         if text not in self._said:
             self._said.add(text)
             self._say(text, *values)
+
+
+class Ahead:
+    """Finds turns whose first forward comes before the batch with which their step begins, as where a loop reads each
+    batch while it trains on the one before. A restart would begin such a turn with random numbers, and read a batch,
+    that belong to its middle. Used as `Gradients`.
+    """
+
+    FOUND = re.compile("[fgb]*[fg][fgb]*m+b|[fgb]*b[fgb]*m+[gs]")
+    """What has happened since an optimizer stepped: (f) a module ran forward, (g) the same while there were gradients
+    that were not zero, (b) gradients were computed, (m) data was about to be read, (s) an optimizer is about to step.
+
+    Gradients come before a batch, and the next forward, or step, finds them; or they come after it without a forward.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._events: list[str] | None = None  # None: no optimizer has stepped yet
+        self._parameters = [parameter for _, parameter in first_trained(modules)]
+        self._undo = [on_gradient(parameter, lambda gradient: self._note("b")) for parameter in self._parameters]
+
+    def stepped(self) -> None:
+        """An optimizer has stepped: in a turn with several, what comes next may be for another one."""
+        self._events = []
+
+    def reads(self) -> None:
+        """Data is about to be read."""
+        self._note("m")
+
+    def found(self, what: str) -> bool:
+        """A module is about to run forward (f), or an optimizer to step (s). On a GPU this may wait for the device."""
+        events = "".join(self._events or ())
+        looks = what == "f" and "m" in events and not capturing()  # to read a value would ruin the capture
+        gradients = [each.grad for each in self._parameters] if looks else []
+        if any(each is not None and bool(each.any()) for each in gradients):
+            what = "g"
+        self._note(what)
+        return self.FOUND.match(events + what) is not None
+
+    def remove(self) -> None:
+        """Stop watching."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _note(self, event: str) -> None:
+        if self._events is not None:
+            self._events.append(event)
 
 
 def first_trained(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:

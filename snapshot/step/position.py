@@ -49,12 +49,18 @@ class Position:
         self._block = block
         self._clock = clock
         self._turn: int | None = held.get("turn")
+        self._began_with_data = self._turn is None and bool(held.get("data"))
         self.next_turn = self.number(step)
         self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
 
     def number(self, step: int) -> int:
         """How many turns the state has behind it, or steps if the loop does not count turns."""
         return step if self._turn is None else self._turn
+
+    @property
+    def is_moved_up(self) -> bool:
+        """Whether the earlier run's steps began as a batch was read, and this loop's begin as a turn does."""
+        return self._began_with_data and self._turn is not None
 
     @property
     def epoch(self) -> int:

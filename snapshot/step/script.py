@@ -47,6 +47,9 @@ DEEPEST = 2
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
 """Types of values that may be state. Those of other objects are looked at where they change."""
 
+GRADIENTS = (".grad", ".main_grad")
+"""How paths of gradients end, also of those that are added up beside torch's own."""
+
 FED = (
     queue.Queue,
     queue.SimpleQueue,
@@ -152,6 +155,8 @@ class Named:
         value = values.of(path)
         if root_of(path) in self._whole or path.rpartition(".")[2] in self._attributes or id(value) in self._objects:
             return True
+        if path.endswith(GRADIENTS):
+            return True  # steps zero them, or are told so
         owners = [values.of(owner) for owner in owners_of(path)]
         if not self._objects.isdisjoint(map(id, owners)):
             return True
@@ -181,15 +186,16 @@ def reads_on(value: Any) -> bool:
 
 def _knows_its_place(value: Any) -> bool:
     """Whether a value is one of Python's own iterators, a loader's that nobody watches, a generator of the user's that
-    loops over something or counts, or what others fill ahead. A generator that only draws from torch finds its place
-    again."""
+    loops over something, counts, or reads on in such a value itself, or what others fill ahead. A generator that only
+    draws from torch finds its place again."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         if frame is None or not is_users_frame(frame):
             return False
         function = function_of(value.gi_code, frame.f_globals)
         loops = function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
-        return loops or frame.f_code.co_name == "<genexpr>"
+        held = list(frame.f_locals.values())  # generators hold one another, but not in a circle
+        return loops or frame.f_code.co_name == "<genexpr>" or any(map(_knows_its_place, held))
     if isinstance(value, _BaseDataLoaderIter):
         return value not in watched  # the others are told of as they are read
     python = isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")

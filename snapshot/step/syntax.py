@@ -102,8 +102,9 @@ def _calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
     return [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
 
 
-def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
-    """The paths that are assigned, or whose value is changed, with the first line of each."""
+def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = bool) -> dict[str, int]:
+    """The paths that are assigned, or whose value is changed, with the first line of each. `has_methods`: whether what
+    a path stands for may be changed by a call, as None is not."""
     found: dict[str, int] = {}
     for top in nodes:
         parts = [top, *parts_of(top)]
@@ -116,6 +117,8 @@ def assigned_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
                 paths = [innermost_path(each)]
             elif (changed := _changed_in(each)) is not None:
                 paths = [innermost_path(changed)]
+                if not has_methods(paths[0]) and isinstance(each, ast.Call):
+                    continue
                 while (holder := taken_at(held, paths[-1], getattr(each, "lineno", 0))) not in ("", *paths):
                     paths.append(holder)
             else:

@@ -4,9 +4,11 @@ gives, the loop is exact."""
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast import ConfigError
+from holdfast import ConfigError, StateMismatch
 from tests.system.test_public_loops import Job, Life, check, live, loss_of, net, table
 from tests.unit.test_beginning import warnings_of
 
@@ -135,6 +137,50 @@ def test_passes_that_nobody_counts_are_refused(arena: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"snap\.epoch"):
         live(job)
+
+
+def read_within_turns(life: Life, *, begins: bool = False, ahead: bool = True) -> None:
+    """Two micro-batches a turn, with the next one read while one is trained on; or a count at the top of turns."""
+    model, optim, loader = parts()
+    kept: dict[str, Any] = {"step": 0, "first": None}
+    snap = life.snapshot(model, optim)
+    snap.track("kept", get=lambda: dict(kept), set=kept.update)
+    with snap:
+        batches = iter(snap.data(lambda: itertools.chain.from_iterable(itertools.repeat(list(loader)))))
+        if ahead and kept["first"] is None:
+            kept["first"] = next(batches)
+        while kept["step"] < 6:
+            if begins:
+                snap.begin()
+            kept["step"] += not ahead
+            for part in range(2):
+                x, y = kept["first"] if ahead else next(batches)
+                loss = loss_of(model, x, y)
+                if ahead:
+                    kept["first"] = next(batches)
+                if part == 0:
+                    loss.backward()
+            train(life, optim, kept["step"], loss)
+            kept["step"] += ahead
+        life.close(model, optim)
+
+
+def test_a_turn_whose_step_begins_in_its_middle_is_refused_and_again_after_a_restart(arena: Path) -> None:
+    for _ in range(2):  # the first step may have a snapshot
+        with pytest.raises(ConfigError, match=r"middle of a turn.*snap\.begin\(\)"):
+            live(read_within_turns)
+
+
+def test_with_the_beginning_at_its_top_it_is_exact(arena: Path) -> None:
+    check(partial(read_within_turns, begins=True), 3)
+
+
+def test_a_snapshot_of_steps_that_began_with_a_batch_does_not_go_on_at_the_top_of_a_turn(arena: Path) -> None:
+    """Though the error of a count that was moved before the batch says that steps should begin there."""
+    live(partial(read_within_turns, ahead=False), dies=4)
+    for begins, words in [(False, "kept"), (True, "now steps begin earlier")]:
+        with pytest.raises(StateMismatch, match=words):
+            live(partial(read_within_turns, begins=begins, ahead=False))
 
 
 # ---------------------------------------------------------------------- what is exact

@@ -788,6 +788,21 @@ def drawn() -> Iterator[float]:
         yield torch.rand(1).item()
 
 
+def counted_elsewhere() -> Iterator[float]:
+    """Neither loops over anything nor counts."""
+    held = numbers()
+    while True:
+        yield next(held)
+
+
+def with_what_another_generator_holds(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    scales = counted_elsewhere()
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(2, 4)).sum() * next(scales)).backward()
+        yield
+        job.update()
+
+
 def with_iterators(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     scales, counted, noise = itertools.cycle([1.0, 2.0, 3.0]), numbers(), drawn()
     shares = (share / 10 for share in range(1, 100))
@@ -829,6 +844,32 @@ def with_reads_within_a_turn(snap: InMemorySnapshot, job: Job, *, ahead: bool = 
 def with_a_pass_in_each_turn(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     for _ in snap.steps(2):
         yield from one_pass(snap, job)
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_generator_that_reads_on_in_another_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert "scales = iter(snap.data(" in said(with_what_another_generator_holds, caplog, "a restart begins it anew")
+
+
+def with_what_an_option_leaves_out(snap: InMemorySnapshot, job: Job, scaler: Any = None) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        loss = job.model(torch.randn(2, 4)).sum()
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            scaler.step(job.optim)
+            scaler.update()
+        else:
+            loss.backward()
+            for parameter in job.model.parameters():
+                parameter.main_grad = parameter.grad
+                parameter.grad = parameter.main_grad * 0.5
+            yield
+            job.update()
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_an_option_leaves_out_is_not_named_nor_are_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    assert not said(with_what_an_option_leaves_out, caplog, "the script carries")
 
 
 @pytest.mark.usefixtures("arena")

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from holdfast.snapshot.step.gradients import KEPT, MOST_WITHOUT_A_STEP, MOST_ZEROED, NO_STEP, Gradients
+from holdfast.snapshot.step.gradients import KEPT, MOST_WITHOUT_A_STEP, MOST_ZEROED, NO_STEP, Ahead, Gradients
 from holdfast.snapshot.step.own_time import OwnTime
 
 
@@ -59,6 +59,58 @@ def test_gradients_that_are_kept_from_step_to_step_are_named_once(watched: Watch
         watched.backward()
         watched.gradients.stepped()
     assert watched.said == [(KEPT, "model0.weight")]
+
+
+def test_gradients_that_a_turn_adds_to_after_its_step_has_begun_are_kept(watched: Watched) -> None:
+    """As where a batch is read, and begins a step, between the backwards of two micro-batches."""
+    for _ in range(3):
+        watched.backward()
+        watched.gradients.stepped()
+        watched.backward()
+        with torch.no_grad():
+            watched.model.weight.add_(1)
+        watched.zero()
+    assert watched.said == [(KEPT, "model0.weight")]
+    watched.backward()
+    watched.gradients.stepped()
+    watched.backward()
+    watched.gradients.remove()
+    watched.gradients.stepped()  # the last step ends as the hook is left
+
+
+@pytest.mark.parametrize(
+    ("turn", "is_ahead"),
+    [
+        ("mfbs", False),  # m: data is read, f: forward, b: backward, s: a step
+        ("mfbmfbs", False),  # micro-batches
+        ("mmfmbs", False),  # a second source
+        ("fmfbs", False),  # an evaluation with gradients, which nobody computes
+        ("fbzmfbs", False),  # z: gradients are zeroed
+        ("mfbsfbs", False),  # two optimizers
+        ("fmbs", True),
+        ("fbms", True),
+        ("fmbfmbs", True),
+        ("fbmfbms", True),
+    ],
+)
+def test_a_turn_that_trains_before_its_step_begins_is_found(turn: str, is_ahead: bool, watched: Watched) -> None:
+    ahead, found = Ahead([watched.model]), []
+    losses: list[torch.Tensor] = []
+    for event in turn * 2:
+        if event == "m":
+            ahead.reads()
+        elif event == "f":
+            found.append(ahead.found("f"))
+            losses.append(watched.model(torch.ones(1, 2)).sum())
+        elif event == "b":
+            losses.pop().backward()  # type: ignore[no-untyped-call]
+        elif event == "s":
+            found.append(ahead.found("s"))
+            ahead.stepped()
+        if event in "sz":
+            watched.zero()
+    ahead.remove()
+    assert any(found) is is_ahead
 
 
 def test_gradients_that_are_zeroed_before_they_are_used_are_not_kept(watched: Watched) -> None:
