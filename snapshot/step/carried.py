@@ -277,6 +277,8 @@ class Following:
             within = [path for path in found.carried if path.startswith(f"{owner}.")]
             if len(within) >= SEVERAL and _stands_alone(values.of(owner)):
                 found.objects[owner] = min(found.carried.pop(path) for path in within)
+        dicts = {path.rpartition("[")[0] for path in found.carried} - {""}
+        found.mixed |= {each.called(path) for path in dicts if _is_mixed(values.of(path))}
         carried, iterators = _by_kind(values, found.carried)
         found.environments |= renamed(self._acted_in(turns or [each.function], values), each.called)
         found.carried = renamed(carried, each.called)
@@ -344,6 +346,11 @@ def _stands_alone(value: Any) -> bool:
     return value is not MISSING and not any(isinstance(each, KEPT) or is_ours(each) for each in held)
 
 
+def _is_mixed(value: Any) -> bool:
+    held = value.values() if isinstance(value, dict) else ()
+    return any(hasattr(each, "__dict__") and not isinstance(each, torch.Tensor) for each in held)
+
+
 def lines_for(found: Carries) -> list[str]:
     """The lines that name what is carried."""
     lines = dict.fromkeys(f'snap.track("{path.rpartition(".")[2]}", tensors={path})' for path in found.updated)
@@ -364,6 +371,9 @@ def lines_for(found: Carries) -> list[str]:
             name = owner.rpartition(".")[2]
             if key.removesuffix("]").isdecimal():
                 line = f"get=lambda: list({owner}), set=lambda values: {owner}.__setitem__(slice(None), values)"
+            elif owner in found.mixed:
+                keys = sorted(each.rpartition("[")[2][:-1] for each in found.carried if each.startswith(f"{owner}["))
+                line = f"get=lambda: {{key: {owner}[key] for key in [{', '.join(keys)}]}}, set={owner}.update"
             else:
                 line = f"get=lambda: dict({owner}), set={owner}.update"
             lines[f'snap.track("{name}", {line})'] = None

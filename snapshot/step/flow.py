@@ -92,6 +92,7 @@ class Carries:
         updated: modules that a turn updates, and that are not captured, with the line.
         objects: as `carried`, objects of which several attributes are carried; `Flow` has those in `carried`.
         environments: as `objects`, environments of libraries that a turn acts in; a `Flow` leaves them out.
+        mixed: dicts that hold some of it, and such things as a model beside it.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
         passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
@@ -105,6 +106,7 @@ class Carries:
     updated: dict[str, int] = field(default_factory=dict)
     objects: dict[str, int] = field(default_factory=dict)
     environments: dict[str, int] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
     counts: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
     numbered: bool = False

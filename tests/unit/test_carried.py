@@ -788,6 +788,18 @@ def drawn() -> Iterator[float]:
         yield torch.rand(1).item()
 
 
+def with_a_dict_of_everything(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    state: dict[str, Any] = {"model": job.model, "iter_num": 0, "step_count": 0}
+    for _ in snap.steps(STEPS):
+        for group in job.optim.param_groups:
+            group["lr"] = 0.1 / (1 + state["iter_num"])
+        state["iter_num"] += 1
+        (state["model"](torch.randn(2, 4)).sum() * state["step_count"]).backward()
+        yield
+        job.update()
+        state["step_count"] += 1
+
+
 def counted_elsewhere() -> Iterator[float]:
     """Neither loops over anything nor counts."""
     held = numbers()
@@ -1371,6 +1383,7 @@ NONE: list[str] = []
         ),
         (with_a_generator_that_trains, ["rate (line"], ["logged"]),
         (in_a_function_that_a_library_calls, ["rates[0] (line"], ["logged"]),
+        (with_a_dict_of_everything, ["state[key] for key in ['iter_num', 'step_count']"], ["dict(state)"]),
         (replayed, ["experience (line", "get=lambda: pickle.dumps(vars(experience))"], ["experience.place"]),
         (with_generators_that_only_draw, NONE, NONE),
         (with_two_targets, ['"first", tensors=first)', '"second", tensors=second)'], ["shadow"]),
