@@ -573,8 +573,10 @@ def _is_range(value: Any) -> bool:
 
 
 def _seeds(value: Any) -> bool:
-    """Whether a value is a loader whose iterators draw their seeds from torch's global generator."""
-    return isinstance(value, DataLoader) and value.generator is None
+    """Whether a value is a loader whose iterators draw their seeds from torch's global generator, or, as Fabric's is,
+    an object around one."""
+    inner = getattr(value, "__dict__", {}).values() if hasattr(type(value), "__iter__") else ()
+    return any(isinstance(each, DataLoader) and each.generator is None for each in (value, *inner))
 
 
 def _adds_parameters(node: ast.AST) -> bool:

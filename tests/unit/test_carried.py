@@ -52,6 +52,16 @@ class Hook:
     __module__ = "holdfast.hook"
 
 
+class Around:
+    """Moves a loader's batches to a device."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
 def flow(function: ast.FunctionDef, line: int, values: dict[str, Any], adapter: TorchAdapter) -> Carries:
     """What a function carries whose turns are the loops around a line."""
     known = RunningValues(values)
@@ -118,6 +128,7 @@ TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()
         (TRAIN + "average.update_parameters(model)", {"average"}),
         (TRAIN + "for a, b in zip(average.parameters(), model.parameters()):\n    a.data.copy_(b.data)", {"average"}),
         (TRAIN + "n += 1\nif n % 8 == 0:\n    evaluate(model, held_out)", {"n"}),
+        (TRAIN + "n += 1\nif n % 8 == 0:\n    evaluate(model, around)", {"n"}),
         (TRAIN + "n += 1\nif n % 8 == 0:\n    for x in held_out:\n        print(x)", {"n"}),
         (TRAIN + "n += 1\nfor p, q in zip(average.parameters(), ps):\n    p.lerp_(q, 1 / n)", {"n", "average"}),
         (TRAIN + "n += 1\nfor q in group['params']:\n    if n % 5 == 0:\n        q.data.copy_(x)", {"n"}),
@@ -134,6 +145,7 @@ def test_what_reaches_a_step_is_named(turn: str, named: set[str]) -> None:
     group = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1).param_groups[0]
     known: dict[str, Any] = {
         "held_out": DataLoader(TensorDataset(torch.zeros(1, 2))),
+        "around": Around(DataLoader(TensorDataset(torch.zeros(1, 2)))),
         "sampler": WeightedRandomSampler([1.0, 1.0], 2),
         "noisy": nn.Dropout(0.1),
         "used": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1),
