@@ -84,10 +84,10 @@ WITHIN = (
     "optimizer steps, as by `batches = [next(data) for _ in range(n)]`"
 )
 AHEAD = (
-    "the forward of a turn runs before the batch is read with which its step begins, as where a loop reads each batch "
-    "while it trains on the one before, so a restart would go on in the middle of a turn: read a turn's batches before "
-    "its first forward; or call `snap.begin()` at the top of the loop, and track what was read ahead; or read ahead in "
-    "the source, as by `snap.data(function, ahead=1)`"
+    "a turn runs forward before it reads the batch that begins its step, as where a loop reads each batch while it "
+    "trains on the one before, so a restart would go on in the middle of a turn: read a turn's batches before its "
+    "first forward; or call `snap.begin()` at the top of the loop, and track what was read ahead; or read ahead in the "
+    "source, as by `snap.data(function, ahead=1)`"
 )
 AGAIN = (
     "what %s does at the top of a pass is done once more when a restart goes on in the middle of that pass, which "

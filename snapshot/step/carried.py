@@ -167,9 +167,8 @@ def _running(frame: FrameType, begun: int | None) -> RunningFunction | None:
 
 def _name_of(owner: Any) -> str:
     """What the script calls the object whose method a function is, or the class."""
-    return (
-        name_of(owner, any_alike=True).partition(".")[2] or (owner if isinstance(owner, type) else type(owner)).__name__
-    )
+    kind = owner if isinstance(owner, type) else type(owner)
+    return name_of(owner, for_all=True).partition(".")[2] or kind.__name__
 
 
 class Following:

@@ -92,7 +92,7 @@ class Carries:
         updated: modules that a turn updates, and that are not captured, with the line.
         objects: as `carried`, objects of which several attributes are carried; `Flow` has those in `carried`.
         environments: as `objects`, environments of libraries that a turn acts in; a `Flow` leaves them out.
-        mixed: dicts that hold some of it, and such things as a model beside it.
+        mixed: dicts that hold some of it, and also such things as a model.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
         passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
@@ -404,10 +404,11 @@ class Flow:
 
     def _origins(self, node: ast.AST) -> Origins:
         found: set[str] = set()
-        bound = {path_of(each) for each in bound_in(ast.walk(node))}
-        entered = {each.value for each in ast.walk(node) if isinstance(each, ast.Attribute | ast.Subscript)}
-        of_pass = {each.value for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr == "epoch"}
-        for each in ast.walk(node):
+        nodes = list(ast.walk(node))
+        bound = {path_of(each) for each in bound_in(nodes)}
+        entered = {each.value for each in nodes if isinstance(each, ast.Attribute | ast.Subscript)}
+        of_pass = {each.value for each in nodes if isinstance(each, ast.Attribute) and each.attr == "epoch"}
+        for each in nodes:
             path = path_of(each)
             if path and root_of(path) not in bound:
                 found |= self._state.get(path, NONE)

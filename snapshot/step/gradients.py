@@ -145,16 +145,17 @@ class Gradients:
 
 
 class Ahead:
-    """Finds turns whose first forward comes before the batch with which their step begins, as where a loop reads each
-    batch while it trains on the one before. A restart would begin such a turn with random numbers, and read a batch,
-    that belong to its middle. Used as `Gradients`.
+    """Finds turns that run forward before they read the batch that begins their step, as where a loop reads each batch
+    while it trains on the one before. A restart would begin such a turn with the random numbers, and the batch, of its
+    middle. Used as `Gradients`.
     """
 
     FOUND = re.compile("[fgb]*[fg][fgb]*m+b|[fgb]*b[fgb]*m+[gs]")
     """What has happened since an optimizer stepped: (f) a module ran forward, (g) the same while there were gradients
     that were not zero, (b) gradients were computed, (m) data was about to be read, (s) an optimizer is about to step.
 
-    Gradients come before a batch, and the next forward, or step, finds them; or they come after it without a forward.
+    Either gradients are computed after the batch was read, without another forward; or they were computed before, and
+    the next forward or step still finds them.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:

@@ -11,11 +11,11 @@ import inspect
 import multiprocessing.queues
 import queue
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -26,7 +26,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.walk import is_captured_as_such, is_code, is_plain, is_users_own, package_of, walk
+from holdfast.snapshot.state.walk import (
+    is_captured_as_such,
+    is_code,
+    is_plain,
+    is_users_own,
+    package_of,
+    referred,
+    walk,
+)
 from holdfast.snapshot.step.calls import LAMBDA, Call
 from holdfast.snapshot.step.syntax import (
     Function,
@@ -47,7 +55,7 @@ DEEPEST = 2
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
 """Types of values that may be state. Those of other objects are looked at where they change."""
 
-GRADIENTS = (".grad", ".main_grad")
+GRADIENT_PATHS = (".grad", ".main_grad")
 """How paths of gradients end, also of those that are added up beside torch's own."""
 
 FED = (
@@ -138,10 +146,8 @@ class Named:
 
     def _known_in_part(self, function: FunctionType) -> Iterator[Any]:
         """The objects that a function knows, of which no function that was given takes more than some attributes."""
-        code = function.__code__
-        cells = zip(code.co_freevars, map(_content, function.__closure__ or ()), strict=True)
-        shared = ((name, value) for name, value in function.__globals__.items() if name in code.co_names)
-        return (value for name, value in chain(cells, shared) if name not in self._whole)
+        names = {*function.__code__.co_freevars, *function.__code__.co_names} - self._whole
+        return (value for name, value in referred(function) if name.removeprefix(".") in names)
 
     def is_foreign(self, value: Any) -> bool:
         """Whether a value is a module that nothing captures."""
@@ -155,7 +161,7 @@ class Named:
         value = values.of(path)
         if root_of(path) in self._whole or path.rpartition(".")[2] in self._attributes or id(value) in self._objects:
             return True
-        if path.endswith(GRADIENTS):
+        if path.endswith(GRADIENT_PATHS):
             return True  # steps zero them, or are told so
         owners = [values.of(owner) for owner in owners_of(path)]
         if not self._objects.isdisjoint(map(id, owners)):
@@ -164,8 +170,7 @@ class Named:
             return True  # attributes there are looked at as they change
         if isinstance(value, int | float) and any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners):
             return True  # a part of the place in the data
-        whole = list(value.values()) if isinstance(value, dict) else value
-        parts = whole if isinstance(whole, list | tuple) else [whole]
+        parts = _parts_of(value)
         if parts and all(isinstance(each, torch.Tensor) for each in parts):
             return self._memory.issuperset(map(memory_of, parts))
         if reads_on(value) or is_environment(value):
@@ -177,11 +182,17 @@ class Named:
 
 def reads_on(value: Any) -> bool:
     """Whether a value is an iterator that knows its place, or a container of such."""
+    is_held = isinstance(value, dict | list | tuple)
+    return any(
+        _knows_its_place(each) or (is_held and isinstance(each, _BaseDataLoaderIter)) for each in _parts_of(value)
+    )
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    """What a container holds, or the value itself."""
     if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(isinstance(each, _BaseDataLoaderIter) or _knows_its_place(each) for each in value)
-    return _knows_its_place(value)
+        return list(value.values())
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _knows_its_place(value: Any) -> bool:
@@ -373,7 +384,7 @@ def taken_whole(code: CodeType) -> set[str]:
     them, or calls a method, as in ``vars(x)``, ``x["n"]`` and ``x.state_dict()``."""
     found = set[str]()
     for read, used in pairwise(dis.get_instructions(code)):
-        is_attribute = used.opname == "LOAD_ATTR" and "NULL|self" not in used.argrepr  # that is how a method is loaded
+        is_attribute = used.opname == "LOAD_ATTR" and "NULL|self" not in used.argrepr  # as methods are
         if read.opname in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME") and not is_attribute:
             found.add(read.argval)
     return found.union(*(taken_whole(each) for each in code.co_consts if isinstance(each, CodeType)))

@@ -144,8 +144,8 @@ def taken_in(nodes: Iterable[ast.AST]) -> Taken:
 def taken_at(taken: Taken, name: str, line: int) -> str:
     """What a variable is a part of at a line; empty if of nothing."""
     given = taken.get(name, [])
-    before = [path for begun, path in given if begun <= line]
-    return before[-1] if before else given[-1][1] if given else ""
+    paths = [path for begun, path in given if begun <= line] or [path for _, path in given]
+    return paths[-1] if paths else ""
 
 
 def _taken_by(node: ast.AST) -> Iterator[tuple[str, str]]:

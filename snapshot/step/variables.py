@@ -94,22 +94,22 @@ def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
     return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, most=MOST)
 
 
-def name_of(value: Any, *, any_alike: bool = False) -> str:
+def name_of(value: Any, *, for_all: bool = False) -> str:
     """What the script calls an object, the same in every run: its longest path from a variable of the outermost
     function, or module, that leads to it. ``loaders[1]`` tells more than the variable of a loop. May be empty.
 
     Args:
-        any_alike: call what is in a list of objects of one class, such as the phases of a schedule, ``phases[i]``: what
-            is done to one of them now is done to another one later.
+        for_all: name an object in a list whose objects are all of one class, such as the phases of a schedule, for all
+            of them, as ``phases[i]``: what is done to one of them now is done to another one later.
     """
     for roots in reversed(list(_variables())):
         found = list(walk(roots, is_users_own, longest=LONGEST, most=MOST))
         if paths := [path for path, each, _ in found if each is value]:
             path = max(paths, key=lambda path: (len(path), path))
-            entry = re.match(r"(.*)\[\d+\]", path) if any_alike else None
+            entry = re.match(r"(.*)\[\d+\]", path) if for_all else None
             listed = next((each for name, each, _ in found if entry and name == entry[1]), ())
-            is_one = isinstance(listed, list | tuple) and len(listed) > 1 and len(set(map(type, listed))) == 1
-            return f"{entry[1]}[i]{path[entry.end() :]}" if entry and is_one else path
+            is_alike = isinstance(listed, list | tuple) and len(listed) > 1 and len(set(map(type, listed))) == 1
+            return f"{entry[1]}[i]{path[entry.end() :]}" if entry and is_alike else path
     return ""
 
 
@@ -205,9 +205,9 @@ def _line(name: str, which: Any, has_state: bool) -> str:
     return line_for_object(name) if is_attribute else f'snap.track("{name}", get=lambda: {name}, set=...)'
 
 
-def line_for_object(path: str, pickle: str = "pickle") -> str:
-    """The line that names all attributes of an object as state. `pickle`: the module that saves them."""
-    how = f"get=lambda: {pickle}.dumps(vars({path})), set=lambda held: vars({path}).update({pickle}.loads(held))"
+def line_for_object(path: str, module: str = "pickle") -> str:
+    """The line that names all attributes of an object as state. `module`: what pickles them."""
+    how = f"get=lambda: {module}.dumps(vars({path})), set=lambda held: vars({path}).update({module}.loads(held))"
     return f'snap.track("{path.rpartition(".")[2]}", {how})'
 
 

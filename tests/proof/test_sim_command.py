@@ -1,32 +1,24 @@
-"""The simulation as a command, in a process of its own."""
+"""The simulation in processes of its own."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.proof.sim import campaign
 
 
-def run(*arguments: str, deadline_s: float = 120.0) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "report.json"
-        command = [sys.executable, "-m", "tests.proof.sim", *arguments, "--json", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        report: dict[str, Any] = json.loads(file.read_text())
-        return report
-
-
 @pytest.mark.slow  # `test_sim` runs more than a hundred of them
-def test_two_thousand_seeds_keep_the_promise_and_reach_every_point() -> None:
-    report = run("--seeds", "2000", deadline_s=600.0)
+def test_two_thousand_seeds_keep_the_promise_and_reach_every_point(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.proof.sim", "--seeds", "2000", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600.0, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
     assert report["seeds"] == 2000
     assert not [point for point, counts in report["points"].items() if not counts["hits"]]
 
