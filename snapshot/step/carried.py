@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.adapter import entered
 from holdfast.snapshot.step.calls import LAMBDA, Call, Calls
-from holdfast.snapshot.step.flow import Carries, Flow, Returned
+from holdfast.snapshot.step.flow import Carries, Flow
+from holdfast.snapshot.step.origins import Returned
 from holdfast.snapshot.step.script import (
     MISSING,
     PLAIN,

@@ -1,0 +1,141 @@
+"""Where the values of a function's variables come from, as of one of its statements.
+
+A value is known by the names of the variables that an earlier turn left it in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from holdfast.snapshot.step.script import FED, MISSING, Named, Reading, RunningValues, is_ours, read_by
+from holdfast.snapshot.step.syntax import Function, bound_in, globals_of, name_of_call, owners_of, path_of, root_of
+
+Origins = frozenset[str]
+
+NONE: Origins = frozenset()
+
+Returned = Mapping[tuple[Function, str], Mapping[str, int]]
+"""By function, and the name that it calls another by: what the other's result depends on, of what that carries from
+call to call, by the names of the script, with lines."""
+
+PASS: Origins = frozenset({"<pass>"})
+"""Origin of ``snap.epoch``, which tells the pass, and not the place in it."""
+
+PLACE: Origins = frozenset({"<holdfast>"})
+"""Origin of what else the hook gave, such as ``snap.step``."""
+
+KNOWN_TO_US = PASS | PLACE
+"""Origins of what a restart finds again."""
+
+
+class Trace:
+    """The origins of the values in the variables of one function.
+
+    Args:
+        function: its source.
+        values: the values of its variables as it runs.
+        named: what is captured, or is no state.
+        lines: the paths that are followed, with the first line that assigns each.
+        returned: what has run, for calls whose function has no path here, as ``phases[i].step()``.
+
+    Attributes:
+        now: by path, the origins of its value at the statement that has been reached.
+        lines: as given, with those that came from other functions.
+        shared: names of the function's that are those of its module.
+    """
+
+    def __init__(
+        self, function: Function, values: RunningValues, named: Named, lines: Mapping[str, int], returned: Returned
+    ) -> None:
+        self.now: dict[str, Origins] = {}
+        self.lines = {**lines}
+        self.shared = globals_of(function)
+        self._function = function
+        self._values = values
+        self._named = named
+        self._returned = returned
+
+    def carry(self, paths: Iterable[str]) -> None:
+        """An earlier turn, or call, left values in these paths."""
+        for path in paths:
+            if root_of(path) != path and self._values.of(root_of(path)) is MISSING:
+                continue  # no turn has come there
+            if not self._named.has(self._values, path):
+                self.add(path, frozenset({path}))
+
+    def at(self, path: str) -> Origins:
+        """The origins of the value in a path."""
+        return self.now.get(path, NONE)
+
+    def add(self, path: str, origins: Origins) -> None:
+        """The value in a path depends on more."""
+        self.now[path] = self.at(path) | origins
+
+    def forget_parts(self, path: str) -> None:
+        """Another object is in a path now."""
+        for inner in [each for each in self.now if each != path and root_of(each) == path]:
+            del self.now[inner]
+
+    def of(self, node: ast.AST) -> Origins:
+        """Where the value of an expression comes from."""
+        found: set[str] = set()
+        nodes = list(ast.walk(node))
+        bound = {path_of(each) for each in bound_in(nodes)}
+        entered = {each.value for each in nodes if isinstance(each, ast.Attribute | ast.Subscript)}
+        of_pass = {each.value for each in nodes if isinstance(each, ast.Attribute) and each.attr == "epoch"}
+        for each in nodes:
+            path = path_of(each)
+            if path and root_of(path) not in bound:
+                found |= self.at(path)
+                if each not in entered:  # a container is used whole, or an object of the script
+                    parts = (f"{path}[", f"{path}.") if path != "self" else (f"{path}[",)
+                    found = found.union(*(self.now[inner] for inner in self.now if inner.startswith(parts)))
+                value = self._values.of(path)
+                if is_ours(value):
+                    found |= PASS if each in of_pass else PLACE
+                elif isinstance(value, FED):
+                    self.lines.setdefault(path, getattr(each, "lineno", 0))
+                    found.add(path)
+                elif callable(value) and not isinstance(value, type | torch.nn.Module):
+                    found |= self.read_through(read_by(path, value, self.shared))
+            if isinstance(each, ast.Call) and self._values.of(path_of(each.func)) is MISSING:
+                others = self._returned.get((self._function, name_of_call(each)), {})
+                self.lines = {**others, **self.lines}
+                found |= others.keys()
+        return frozenset(found)
+
+    def of_all(self, nodes: Iterable[ast.AST]) -> Origins:
+        """As `of`, for several expressions."""
+        return NONE.union(*map(self.of, nodes))
+
+    def read_through(self, reading: Reading) -> Origins:
+        """What is read by whoever knows some paths, and reads only some attributes."""
+        roots, attributes = reading
+
+        def is_read(path: str) -> bool:
+            inner = [path[len(root) :] for root in roots if path == root or path.startswith((f"{root}.", f"{root}["))]
+            return any(set(re.findall(r"\.(\w+)", each)).issubset(attributes) for each in inner)
+
+        return NONE.union(*(origins for path, origins in self.now.items() if is_read(path)))
+
+    def option(self, test: ast.expr) -> bool | None:
+        """What an option says that no turn changes, such as ``args.dry_run``; None: it is no option."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.option(test.operand)
+            return None if inner is None else not inner
+        path = path_of(test)
+        value = self._values.of(path)
+        changes = any(each in self.lines or self.at(each) for each in (path, *owners_of(path)))
+        return bool(value) if isinstance(value, bool | None) and not changes else None
+
+    def feeds(self, path: str) -> bool:
+        """Whether it belongs to what data is read through, and is no part of the place there."""
+        owners: Collection[Any] = [self._values.of(each) for each in owners_of(path)]
+        is_of_data = any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners)
+        return is_of_data and not self._named.has(self._values, path)

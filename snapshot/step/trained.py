@@ -1,0 +1,117 @@
+"""What of a function's variables is trained: models, optimizers, what data is read through, and parts of them."""
+
+from __future__ import annotations
+
+import ast
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from holdfast.snapshot.state.walk import package_of
+from holdfast.snapshot.step.script import MISSING, RunningValues
+from holdfast.snapshot.step.syntax import innermost_path, name_of_call, path_of, root_of
+
+PARTS = frozenset({"param_groups", "params", "parameters", "named_parameters", "modules", "named_modules"})
+"""Names of what a loop over parts of a model, or of an optimizer, goes through."""
+
+GRADELESS = frozenset({"no_grad", "inference_mode"})
+"""A module that is called in such a block trains nothing by itself."""
+
+
+class Trained:
+    """What is trained, as of the statement that has been reached.
+
+    Args:
+        values: the values of the function's variables as it runs.
+
+    Attributes:
+        is_graded: whether gradients are computed there.
+    """
+
+    def __init__(self, values: RunningValues) -> None:
+        self.is_graded = True
+        self._value_of = values.of
+        self._parts: set[str] = set()  # variables of loops over what is trained
+        self._evaluated: set[str] = set()  # modules that are in eval mode there
+
+    def has(self, node: ast.expr) -> bool:
+        """Whether it is a model, an optimizer or a part of one."""
+        return trains(self._value_of(path_of(node))) or self.has_part(node)
+
+    def has_part(self, node: ast.AST | None) -> bool:
+        """Whether it is a variable of a loop over what is trained, or is read from one."""
+        return isinstance(node, ast.expr) and root_of(innermost_path(node)) in self._parts
+
+    def is_set(self, target: ast.Attribute | ast.Subscript) -> bool:
+        """Whether an assignment to it changes what is trained."""
+        changed = self._value_of(path_of(target.value))
+        if changed is not MISSING:
+            return trains(changed)
+        return path_of(target).endswith(("['lr']", ".grad")) or self.has_part(target.value)
+
+    def loop(self, target: ast.expr, over: ast.expr) -> None:
+        """A loop begins, which may be one over parts of what is trained."""
+        if any(_last_name(each) in PARTS or self.has_part(each) for each in ast.walk(over)):
+            self._parts |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+
+    def enter(self, context: ast.expr) -> None:
+        """A block begins, in which there may be no gradients."""
+        self.is_graded &= _last_name(getattr(context, "func", context)) not in GRADELESS
+
+    def switch(self, module: str, mode: str) -> None:
+        """``train()`` or ``eval()`` of a module is called."""
+        change = self._evaluated.add if mode == "eval" else self._evaluated.discard
+        change(module)
+
+    def is_training(self, module: str) -> bool:
+        """Whether a module is in training mode."""
+        return self._value_of(module).training and module not in self._evaluated
+
+    def by_call(self, function: str, owner: Any) -> bool:
+        """Whether what is called there is trained, or trains, or is a method of such an `owner`."""
+        called = self._value_of(function)
+        if not self.is_graded and isinstance(called, torch.nn.Module):
+            return self.is_training(function) and any(each._buffers for each in called.modules())
+        return trains(called) or trains(owner)
+
+    def leaves_traces(self, module: str) -> bool:
+        """Whether a module that is called in training mode draws, or changes buffers."""
+        modules = self._value_of(module).modules()
+        return self.is_training(module) and any(_rate_of(each) or each._buffers for each in modules)
+
+
+def trains(value: Any) -> bool:
+    """Whether an object is a model, an optimizer, a part of one, a schedule, or what data is read through, or a method
+    of such."""
+    owner = getattr(value, "__self__", value) if isinstance(value, MethodType) else value
+    if isinstance(owner, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter | DataLoader | Dataset | Sampler):
+        return True
+    if isinstance(owner, dict):
+        return "params" in owner and "lr" in owner
+    return package_of(type(owner).__module__) == "torch" and hasattr(owner, "optimizer")
+
+
+def seeds(value: Any) -> bool:
+    """Whether a value is a loader whose iterators draw their seeds from torch's global generator, or, as Fabric's is,
+    an object around one."""
+    inner = getattr(value, "__dict__", {}).values() if hasattr(type(value), "__iter__") else ()
+    return any(isinstance(each, DataLoader) and each.generator is None for each in (value, *inner))
+
+
+def adds_parameters(node: ast.AST) -> bool:
+    """Whether it gives an optimizer another group of parameters."""
+    return isinstance(node, ast.Call) and name_of_call(node) == "add_param_group"
+
+
+def _rate_of(module: torch.nn.Module) -> float:
+    return module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else 0.0
+
+
+def _last_name(node: ast.AST) -> str:
+    """``c`` for ``a.b.c`` and for ``a["c"]``."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str() as name)):
+            return name
+    return ""
