@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from threading import get_ident
 from typing import NamedTuple
 
 import torch
 
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.logs import get_log, some
 from holdfast.snapshot.copy.engines import CopyEngine
 from holdfast.snapshot.progress import RankProgress
-from holdfast.snapshot.resume.comparison import Resumed, late_values, refuse
+from holdfast.snapshot.rehearsal import Rehearsal
+from holdfast.snapshot.resume.comparison import Resumed, refuse
 from holdfast.snapshot.resume.restore import Restored
-from holdfast.snapshot.state import rng, streams
 from holdfast.snapshot.state.adapter import Adapter, entered
-from holdfast.snapshot.state.digests import elements_of
-from holdfast.snapshot.state.hidden import SAMPLED
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
@@ -32,14 +29,8 @@ from holdfast.snapshot.step.flow import Carries
 from holdfast.snapshot.step.gradients import Ahead
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
+from holdfast.snapshot.step.unstepped import Unstepped
 from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables, feeding
-
-UNSTEPPED_TURNS = 2
-"""So many turns at the beginning may change parameters without an optimizer's step. Gradients that are accumulated
-change none; an evaluation with other weights may, now and then."""
-
-COMPARED = 16
-"""So many parameters are compared for that, since reading one may wait for a GPU."""
 
 AMOUNTS = (
     "%d numbers were drawn from torch's random generator before the first step, and %d before the next. If something "
@@ -498,138 +489,3 @@ class FirstTurns:
                 "or `track` what was read",
                 ", ".join(drawn),
             )
-
-
-class Rehearsal:
-    """What the first two turns of a plain loop tell of a restart. Used by the training thread.
-
-    After a restart of step s everything is as ``optim.step()`` of s left it, and the code before a loop's first forward
-    runs again. That code must draw from the generators that the code between step s and the next forward drew from, and
-    must not change values that the snapshot holds as they were at that forward. The first turn of a new job shows what
-    that code does; the second, what the code between two steps does.
-    """
-
-    def __init__(self, adapter: Adapter, more: Callable[[], Tree]) -> None:
-        """Notes how everything is as the loop is entered, but for values; see `note_values`.
-
-        Args:
-            more: returns the states of generators that the script keeps, by name.
-        """
-        self._adapter = adapter
-        self._more = more
-        self.note()
-        self._amount: int | None = None  # of numbers that the first turn drew from torch's generator
-        self._values: dict[str, object] = {}
-        self._drew: set[str] | None = None  # the generators that the first turn drew from
-        self._changed: set[str] | None = None  # the values that the first turn changed
-
-    def note(self) -> None:
-        """A step has ended: note how the generators are, and what optimizers have."""
-        states = rng.capture()
-        self._before, self._torch = self._generators(states), bytes(states["torch"])
-        self._given = self._sizes()
-
-    def note_values(self) -> None:
-        """Note how values are: as the loop is entered, or as the first step ends."""
-        self._values = self._late()
-
-    def drawn(self) -> list[str]:
-        """The generators that were drawn from since `note`."""
-        now = self._generators(rng.capture())
-        return sorted(name for name in now if now[name] != self._before.get(name))
-
-    def uneven(self) -> list[str]:
-        """The generators that were drawn from since `note` and not before the first step, or the other way round. The
-        first call is at the first step."""
-        drew = set(self.drawn())
-        if self._drew is None:
-            self._drew = drew
-        return sorted(
-            (drew ^ self._drew) & self._generators(rng.capture()).keys()
-        )  # those that do not count any more are not there
-
-    def amounts(self) -> tuple[int, int] | None:
-        """How many numbers were drawn from torch's generator before the first step and since `note`, if these are not
-        alike. The first call is at the first step."""
-        first, amount = self._amount, rng.numbers_between(self._torch, rng.capture()["torch"])
-        if first is None:
-            self._amount = amount
-        return None if first is None or amount is None or amount == first else (first, amount)
-
-    def moved(self) -> list[str]:
-        """The values that have changed since `note_values`, if they have before the first step, too. The first call is
-        at the first step."""
-        now = self._late()
-        changed = {name for name in now.keys() | self._values.keys() if now.get(name) != self._values.get(name)}
-        if self._changed is None:
-            self._changed = changed
-            return []
-        return sorted(changed & self._changed)
-
-    def grew(self) -> bool:
-        """Whether an optimizer was given parameters since `note`."""
-        return self._sizes() != self._given
-
-    def exchanged(self) -> list[str]:
-        """The parameters in whose place the modules have other tensors at the moment."""
-        tables = (module.named_parameters() for module in self._adapter.modules())
-        return [name for table in tables for name, held in table if not isinstance(held, torch.nn.Parameter)]
-
-    def _sizes(self) -> list[int]:
-        """How many parameters each group of each optimizer has."""
-        groups = (group for each in self._adapter.optimizers() for group in getattr(each, "param_groups", ()))
-        return [len(group["params"]) for group in groups]
-
-    def _late(self) -> dict[str, object]:
-        try:
-            return late_values(self._adapter)
-        except HoldfastError:
-            return {}  # they cannot be captured: the first snapshot raises this, too
-
-    def _generators(self, captured: Tree) -> dict[str, str]:
-        states = captured | rng.states(self._adapter.generators()) | self._more()
-        return streams.digests(states)
-
-
-class Unstepped:
-    """Notices a job whose parameters change although the optimizer that was given never steps, as with LOMO, which
-    updates them in backward: no step would ever end, and no snapshot come. Used by the training thread."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        trained = (each for module in adapter.modules() for each in module.parameters() if each.requires_grad)
-        self._parameters = list(islice(trained, COMPARED))
-        self._given = type(adapter.optimizers()[0]).__qualname__
-        self._before = self._samples()
-        self._turns = 0
-        self._has_begun = False
-
-    def step_begins(self) -> bool:
-        """A step begins. Returns whether it is the first, and parameters have changed since the loop was entered."""
-        is_first, self._has_begun = not self._has_begun, True
-        return is_first and self._changed()
-
-    def look(self) -> bool:
-        """A turn has ended, and no optimizer has stepped so far. Returns whether to look again.
-
-        Raises:
-            ConfigError: parameters have changed in each of the first `UNSTEPPED_TURNS` turns.
-        """
-        self._turns += 1
-        if not self._changed():
-            return False
-        if self._turns == UNSTEPPED_TURNS:
-            raise ConfigError(
-                f"parameters changed in each of the first {self._turns} turns, and no step() of {self._given} was "
-                "seen, so no snapshot would ever be taken. If it updates them in backward, or the loop does so itself, "
-                "leave it out and keep its state beside: InMemorySnapshot(model, extra={'optim': optim}); then each "
-                "turn is a step"
-            )
-        return True
-
-    def _changed(self) -> bool:
-        """Whether parameters have changed since this was made or last asked."""
-        before, self._before = self._before, self._samples()
-        return before != self._before
-
-    def _samples(self) -> list[bytes]:
-        return [elements_of(each, SAMPLED) for each in self._parameters]

@@ -14,5 +14,6 @@ __all__ = [
     "position",
     "source",
     "turns",
+    "unstepped",
     "variables",
 ]

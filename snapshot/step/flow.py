@@ -1,7 +1,6 @@
 """Follows what an earlier turn left in variables to where a step depends on it, by the structure of the source.
 
-A value is known by the names of the variables that an earlier turn left it in. `Flow` takes a loop to run at least
-once.
+`Flow` takes a loop to run at least once.
 """
 
 from __future__ import annotations

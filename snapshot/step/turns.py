@@ -54,7 +54,7 @@ class Event(Enum):
 
     UNEVEN, MOVED, GREW: just before a FORWARD that begins a step, something was drawn or changed in another way than
     before the first step, or an optimizer was given parameters, so that a restart would not get there; see
-    `snapshot.first_turns.Rehearsal`. EXCHANGED: that FORWARD runs with other tensors in the place of parameters.
+    `snapshot.rehearsal.Rehearsal`. EXCHANGED: that FORWARD runs with other tensors in the place of parameters.
     """
 
     FORWARD = auto()

@@ -13,7 +13,8 @@ from typing import Any
 
 from holdfast.snapshot import loop
 from holdfast.snapshot.copy.witness import Witness
-from holdfast.snapshot.first_turns import FirstTurns, Rehearsal
+from holdfast.snapshot.first_turns import FirstTurns
+from holdfast.snapshot.rehearsal import Rehearsal
 from holdfast.snapshot.resume.comparison import Resumed
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.optimizers import OptimizerState
