@@ -218,7 +218,7 @@ class FirstTurns:
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
         entered[adapter] = get_ident()
-        if self.is_new and self._checks.reading and adapter.optimizers():
+        if self._is_refused and self._checks.reading and adapter.optimizers():
             self._ahead = Ahead(adapter.modules())
         if adapter.modules():  # without any there is no forward
             self._rehearsal = Rehearsal(adapter, self._variables.states)
@@ -234,14 +234,19 @@ class FirstTurns:
 
     @property
     def is_new(self) -> bool:
-        """Whether the job is in its first turns, and little is lost if it is refused. What was refused in its second
-        turn may have left a snapshot of the first: it is refused again when it is started again."""
+        """Whether the job is in its first turns, and little is lost if it is refused."""
+        return self._progress.step < FIRST_TURNS
+
+    @property
+    def _is_refused(self) -> bool:
+        """Whether a loop that is wrong in all of its turns is refused: a new job, and one that goes on from a snapshot
+        of its first turns. That may be of a process that was refused in its second turn."""
         return self._begun_at < FIRST_TURNS and self._is_among_first
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is one of the job's first turns, and no earlier process has made any."""
-        return self._restored.snapshot is None and self._is_among_first
+        """Whether the job is new, and no earlier process has made a turn."""
+        return self._restored.snapshot is None and self.is_new
 
     @property
     def _is_among_first(self) -> bool:
@@ -265,7 +270,7 @@ class FirstTurns:
 
     def step_begins(self) -> None:
         """A step has begun. Raises `ConfigError`, see `check_script`."""
-        if not self.is_new:
+        if not self._is_refused:
             self._stop_looking_ahead()
         changed = self._unstepped is not None and self._unstepped.step_begins()
         if changed and self._checks.reading and not self.asked_for_step:
@@ -324,7 +329,7 @@ class FirstTurns:
         for kept in self._iterators.kept() if self._checks.reading else ():
             if not kept.trains:
                 log.warning(EVALUATED_ON, kept.where)
-            elif self.is_new and self._position.declared and kept.has_places and not self.asked:
+            elif self._is_refused and self._position.declared and kept.has_places and not self.asked:
                 raise ConfigError(f"{READ_ON % kept.where}: {THROUGH_DATA}")
             else:
                 log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {THROUGH_DATA}", kept.where)
@@ -352,7 +357,7 @@ class FirstTurns:
     def _name(self, found: Carries) -> None:
         """Raises `ConfigError`, see `check_script`."""
         for wrong in [*[NUMBERED] * found.numbered, *[PASSES] * (found.passes and not self._position.sources)]:
-            if self.is_new:
+            if self._is_refused:
                 raise ConfigError(wrong)
             log.warning("%s", wrong)
         if found.counts:

@@ -171,6 +171,26 @@ def test_a_turn_whose_step_begins_in_its_middle_is_refused_and_again_after_a_res
             live(read_within_turns)
 
 
+def with_a_group_from_the_third_step_on(life: Life) -> None:
+    model = net()
+    optim = torch.optim.AdamW(model[-1].parameters(), lr=1e-2)
+    x, y = table(8).tensors
+    with life.snapshot(model, optim) as snap:
+        for step in range(snap.step, 5):
+            if step == 2:
+                optim.add_param_group({"params": list(model[0].parameters())})
+            loss = loss_of(model, x, y)
+            model.zero_grad()
+            loss.backward()
+            life.lose(step, loss)
+            optim.step()
+        life.close(model, optim)
+
+
+def test_what_happens_after_the_first_turns_is_refused_after_a_restart_no_more_than_without_one(arena: Path) -> None:
+    check(with_a_group_from_the_third_step_on, 1)
+
+
 def test_with_the_beginning_at_its_top_it_is_exact(arena: Path) -> None:
     check(partial(read_within_turns, begins=True), 3)
 
