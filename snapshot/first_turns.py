@@ -26,7 +26,7 @@ from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
 from holdfast.snapshot.step.flow import Carries
-from holdfast.snapshot.step.gradients import Ahead
+from holdfast.snapshot.step.gradients import STEPS_ON_DEVICES, Ahead, Forgotten, holding
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.unstepped import Unstepped
@@ -203,6 +203,7 @@ class FirstTurns:
         self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
         self._variables = Variables(restored.loop.get("variables", {}))
         self._ahead: Ahead | None = None
+        self._forgotten: Forgotten | None = None
         self._changing: ChangingVariables | None = None
         self._carried: CarriedVariables | None = None
 
@@ -228,6 +229,7 @@ class FirstTurns:
             self._unstepped = Unstepped(adapter) if adapter.modules() and adapter.optimizers() else None
             return
         self._inputs = restored.inputs or None
+        self._forgotten = Forgotten(adapter.modules(), restored.loop.get("gradients", ()), log.warning)
         if self._checks.resumption:
             self._state = Resumed(adapter, engine, restored.began, restored.snapshot.step)
             self._inputs_are_unknown = restored.inputs is None
@@ -262,7 +264,10 @@ class FirstTurns:
 
     def tree(self) -> Tree:
         """What the script keeps, as plain values, as it was when it was last noted."""
-        return {"workers": self._iterators.tree(), "variables": self._variables.tree()}
+        known: Tree = {"workers": self._iterators.tree(), "variables": self._variables.tree()}
+        if self._progress.step < STEPS_ON_DEVICES:  # later on the process itself has seen what is kept, and said so
+            known["gradients"] = holding(self._adapter.modules())
+        return known
 
     def note_boundary(self) -> None:
         """A step has ended: note what the script keeps."""
@@ -319,6 +324,11 @@ class FirstTurns:
         if self._ahead is not None and self._ahead.found(what):
             raise ConfigError(AHEAD)
 
+    def _stop_looking_back(self) -> None:
+        if self._forgotten is not None:
+            self._forgotten.remove()
+            self._forgotten = None
+
     def _stop_looking_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.remove()
@@ -351,6 +361,7 @@ class FirstTurns:
         entered.pop(self._adapter, None)
         self._iterators.remove()
         self._stop_looking_ahead()
+        self._stop_looking_back()
         if self._carried is not None:
             self._carried.stop()
 
@@ -476,6 +487,7 @@ class FirstTurns:
         self._inputs = self._unstepped = None
         if self._ahead is not None:
             self._ahead.stepped()
+        self._stop_looking_back()
 
     def came_round(self) -> None:
         """A turn of a loop that declares has ended, and no optimizer has stepped in it. Raises as `Unstepped.look`."""

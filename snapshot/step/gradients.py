@@ -7,7 +7,7 @@ One parameter of each module is watched, just before a gradient is added to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
@@ -142,6 +142,47 @@ class Gradients:
         if text not in self._said:
             self._said.add(text)
             self._say(text, *values)
+
+
+class Forgotten:
+    """Notices, in the first turn after a restart, that it adds to gradients that the snapshot did not hold. `Gradients`
+    finds the same in a process that has made two steps. Used as that.
+
+    Args:
+        held: the parameters that had a gradient as the snapshot was taken; see `holding`. A restore gives them zeros.
+        say: logs a warning.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], held: Collection[str], say: Callable[..., object]) -> None:
+        self._say = say
+        self._first = {name: p for name, p in first_trained(modules) if name in held and p.grad is not None}
+        self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._first.items()]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._first.clear()
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        restored = _state_of(parameter.grad)
+
+        def before_it_is_added(gradient: torch.Tensor) -> None:
+            if self._first.pop(name, None) is not None and _state_of(parameter.grad) == restored:
+                self._say(KEPT, name)  # nobody has zeroed it
+
+        return before_it_is_added
+
+
+def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
+    """What changes if a gradient is replaced or written."""
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+
+
+def holding(modules: Sequence[torch.nn.Module]) -> list[str]:
+    """The first parameters of modules that have a gradient which is not zero. On a GPU this waits for the device."""
+    found = ((name, parameter.grad) for name, parameter in first_trained(modules))
+    return [name for name, gradient in found if gradient is not None and bool(gradient.any())]
 
 
 class Ahead:

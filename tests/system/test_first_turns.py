@@ -173,12 +173,13 @@ def test_a_turn_whose_step_begins_in_its_middle_is_refused_and_again_after_a_res
 
 def with_a_group_from_the_third_step_on(life: Life) -> None:
     model = net()
-    optim = torch.optim.AdamW(model[-1].parameters(), lr=1e-2)
+    first, *_, last = model.children()
+    optim = torch.optim.AdamW(last.parameters(), lr=1e-2)
     x, y = table(8).tensors
     with life.snapshot(model, optim) as snap:
         for step in range(snap.step, 5):
             if step == 2:
-                optim.add_param_group({"params": list(model[0].parameters())})
+                optim.add_param_group({"params": list(first.parameters())})
             loss = loss_of(model, x, y)
             model.zero_grad()
             loss.backward()
@@ -189,6 +190,33 @@ def with_a_group_from_the_third_step_on(life: Life) -> None:
 
 def test_what_happens_after_the_first_turns_is_refused_after_a_restart_no_more_than_without_one(arena: Path) -> None:
     check(with_a_group_from_the_third_step_on, 1)
+
+
+def zeroing(life: Life, *, every: int = 2, to_none: bool = True) -> None:
+    """Zeroes gradients at the top of every n-th turn."""
+    model = net()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = table(8).tensors
+    with life.snapshot(model, optim) as snap:
+        for step in snap.steps(6):
+            if step % every == every - 1:
+                optim.zero_grad(set_to_none=to_none)
+            loss = loss_of(model, x, y)
+            loss.backward()
+            life.lose(step, loss)
+            optim.step()
+
+
+@pytest.mark.parametrize(("every", "to_none", "told"), [(2, True, 1), (1, True, 0), (1, False, 0)])
+def test_gradients_that_a_restart_forgets_are_told_of_by_it(
+    arena: Path, every: int, to_none: bool, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first process ends before it has made a step with gradients of the one before."""
+    job = partial(zeroing, every=every, to_none=to_none)
+    live(job, dies=2)
+    assert not warnings_of(caplog)
+    live(job, dies=2)
+    assert sum("not zeroed between two steps" in line for line in warnings_of(caplog)) == told
 
 
 def test_with_the_beginning_at_its_top_it_is_exact(arena: Path) -> None:
