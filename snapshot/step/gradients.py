@@ -176,7 +176,7 @@ class Forgotten:
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """What changes if a gradient is replaced or written."""
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+    return None if gradient is None else (id(gradient), gradient._version)  # a sparse one has no address
 
 
 def holding(modules: Sequence[torch.nn.Module]) -> list[str]:
