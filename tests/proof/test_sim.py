@@ -129,7 +129,8 @@ def test_a_file_that_was_cut_off_to_nothing_can_be_damaged_again(how: str) -> No
 
 
 @pytest.mark.parametrize(
-    "seed", [3468, 117012, 2002339, 4033424, 3004051, 3019640, 3034749, 3050267, 10016284, 11047624, 507044, 604770]
+    "seed",
+    [3468, 117012, 2002339, 4033424, 3004051, 3019640, 3034749, 3050267, 10016284, 11047624, 507044, 604770, 977277],
 )
 def test_what_was_found_stays_mended(simulation: None, seed: int) -> None:
     """Each of these seeds is described in ``benchmarks/results``."""
