@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
+from holdfast.snapshot.copy.tensors import local
 from holdfast.snapshot.step.graphs import capturing
 from holdfast.snapshot.step.hooks import on_gradient
 
@@ -61,7 +62,7 @@ class Gradients:
         self._turns = 0  # since the last step, if gradients were zeroed in each
         self._said: set[str] = set()
         self._steps = 0
-        self._seen: set[str] = set()
+        self._seen: dict[str, bool | None] = {}  # in this step, and whether any that was not zero was added
         self._kept: dict[str, int] = {}  # those of them whose gradients were added to an earlier step's, and when
         self._count = 0
         self._watched = dict(first_trained(modules))
@@ -73,7 +74,9 @@ class Gradients:
         self._turns, self._was_zeroed = 0, False
         for name, version in self._kept.items():
             parameter = self._watched[name]
-            if parameter._version != version or self._holds(parameter) is not False:  # else they were zeroed unused
+            if (
+                parameter._version != version or self._is_any(parameter.grad) is not False
+            ):  # else they were zeroed unused
                 self._once(KEPT, name)
         self._kept.clear()
         self._seen.clear()
@@ -113,14 +116,14 @@ class Gradients:
                 self._once(NO_STEP, self._count)
             if hasattr(parameter, "main_grad"):
                 return  # Megatron adds them up in `main_grad`, and takes `grad` away here
-            first = name not in self._seen
-            self._seen.add(name)
+            first, added = name not in self._seen, self._seen.get(name)
+            self._seen[name] = added or self._is_any(gradient)
             if first and not self._steps:
                 return
-            held = self._holds(parameter)
+            held = self._is_any(parameter.grad)
             if first and held:
                 self._kept[name] = parameter._version
-            elif not first and held is False:
+            elif not first and held is False and (added or parameter.grad is None):  # else it was zero before, too
                 if self._kept.get(name) == parameter._version:  # else a step has used them
                     del self._kept[name]  # as what a generator leaves in a discriminator is, before that trains
                 self._times_zeroed += 1
@@ -130,13 +133,13 @@ class Gradients:
 
         return before_it_is_added
 
-    def _holds(self, parameter: torch.Tensor) -> bool | None:
-        """Whether there is already a gradient that is not zero; None: it is not looked at."""
-        if parameter.grad is None:
+    def _is_any(self, gradient: torch.Tensor | None) -> bool | None:
+        """Whether a gradient is there that is not zero; None: it is not looked at."""
+        if gradient is None:
             return False
-        if parameter.device.type != "cpu" and self._steps > STEPS_ON_DEVICES:
+        if gradient.device.type != "cpu" and self._steps > STEPS_ON_DEVICES:
             return None
-        return bool(parameter.grad.any())
+        return bool(local(gradient).any())
 
     def _once(self, text: str, *values: object) -> None:
         if text not in self._said:

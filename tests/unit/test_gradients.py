@@ -54,6 +54,19 @@ def test_a_loop_that_zeroes_its_gradients_hears_nothing(watched: Watched, to_non
     assert watched.said == []
 
 
+def test_gradients_that_were_zero_before_are_not_taken_for_zeroed(watched: Watched) -> None:
+    """As those of what comes before a layer that begins with zeros, in diffusion models, or where no label counts."""
+    watched.backward()
+    watched.gradients.stepped()
+    watched.zero(to_none=False)
+    (watched.model(torch.ones(1, 2)).sum() * 0).backward()
+    watched.backward()
+    assert watched.zeroed == 0
+    watched.zero(to_none=False)
+    watched.backward()
+    assert watched.zeroed == 1
+
+
 def test_gradients_that_are_kept_from_step_to_step_are_named_once(watched: Watched) -> None:
     for _ in range(4):
         watched.backward()
