@@ -117,8 +117,9 @@ class Adapter:
         raise NotImplementedError
 
     def scalers(self) -> Sequence[GradScaler]:
-        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's step."""
-        return [part for part in self._extra.values() if isinstance(part, GradScaler)]
+        """Gradient scalers whose ``step(optimizer)`` may skip the optimizer's step: extras, and those in extras, as in
+        timm's ``NativeScaler``."""
+        return [scaler for part in self._extra.values() for scaler in _scalers_of(part)]
 
     def extras(self) -> Collection[str]:
         """Names of the objects with a ``state_dict`` that this rank has besides modules, optimizers and schedules."""
@@ -397,6 +398,19 @@ def settles_late(part: Stateful) -> bool:
     if isinstance(part, torch.nn.Module):
         return True  # an average of weights; a module may be iterable, too
     return not any(hasattr(type(part), name) for name in ("__iter__", "__next__", "__getitem__"))
+
+
+def _scalers_of(part: Stateful) -> list[GradScaler]:
+    """A gradient scaler; of another extra, those in its attributes whose state is all of its own, or an entry there."""
+    if isinstance(part, GradScaler):
+        return [part]
+    held = [each for each in getattr(part, "__dict__", {}).values() if isinstance(each, GradScaler)]
+    if not held:
+        return []
+    state = part.state_dict()
+    entries = state.values() if isinstance(state, dict) else ()
+    kept = [each.keys() for each in (state, *entries) if isinstance(each, dict)]
+    return [each for each in held if each.state_dict().keys() in kept]
 
 
 def _state_of(part: Any) -> Tree:

@@ -331,3 +331,28 @@ def test_a_scaler_is_captured_without_waiting_for_its_device(monkeypatch: pytest
         if first:
             other.scale(torch.ones(1))
         assert other.state_dict() == wanted
+
+
+class Wraps:
+    """Scales gradients by a scaler of its own, as timm's ``NativeScaler`` does."""
+
+    def __init__(self, key: str | None) -> None:
+        self._scaler = torch.amp.GradScaler("cpu")
+        self._key = key
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._scaler.state_dict()
+        return state if self._key is None else {self._key: state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state if self._key is None else state[self._key])
+
+
+def test_a_scaler_that_an_extra_wraps_is_given_if_its_state_is() -> None:
+    class Forgets(Wraps):
+        def state_dict(self) -> dict[str, Any]:
+            return {"epoch": 1}
+
+    whole, entry, forgotten = Wraps(None), Wraps("amp"), Forgets(None)
+    adapter = TorchAdapter(*small(), None, {"whole": whole, "entry": entry, "forgotten": forgotten})
+    assert adapter.scalers() == [whole._scaler, entry._scaler]
