@@ -265,6 +265,7 @@ class Following:
                 flow.is_read_in(call.code)
         self._called += (part for helper in helpers.values() for part in helper.functions())
         found = flow.found
+        helpers = {path: helper for path, helper in helpers.items() if path in flow.called | sources}
         for called, helper in helpers.items():
             inner = self._in_helper(helper, called in sources)
             inner.carried = self._uncaptured(values, inner.carried)
@@ -301,7 +302,7 @@ class Following:
         found = Carries(renamed(carried, outside), renamed(iterators, outside), updated)
         if not LOOKS_ON.search(helper.function.name):
             found.environments |= renamed(self._acted_in([helper.function], values), outside)
-        for inner in helper.calls.values():
+        for inner in (each for path, each in helper.calls.items() if path in flow.called):
             found.add(self._in_helper(inner, called=outside))
         return found
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.state.walk import is_users_own
 from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
-from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, is_ours, read_in
+from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, is_ours, read_by, read_in
 from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
@@ -50,9 +50,6 @@ UPDATES = frozenset({"update", "update_parameters", "load_state_dict"})
 
 TRAINS_BY = frozenset({"backward", "grad", "clip_grad_norm_", "clip_grad_value_"})
 """Functions whose arguments decide what a step does."""
-
-DRAWS = re.compile("rand|normal(_|$)|uniform|bernoulli|multinomial|shuffle|choice|permut|sample|generat")
-"""A function with such a name draws random numbers. If it is called at other times, later steps draw others."""
 
 
 @dataclass(slots=True)
@@ -124,6 +121,7 @@ class Flow:
         returned: Returned = MappingProxyType({}),
     ) -> None:
         self.found = Carries()
+        self.called: set[str] = set()  # the paths of calls that no option leaves out
         self._function = function
         self._given = {*given}
         self._returned = returned
@@ -133,9 +131,9 @@ class Flow:
         self._top = top
         self._helpers = helpers
         self._gives = gives
-        self._within: dict[str, Flow] = {}  # see `_inside`
+        self._within: dict[tuple[str, bool], Flow] = {}  # see `_inside`
         lines = dict.fromkeys(given, 0) | self._assigned_in(turns or [function])
-        self._trace = Trace(function, values, named, lines, returned)
+        self._trace = Trace(function, values, named, lines, returned, self._given_by)
         self._trained = Trained(values)
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._loops: list[ast.AST] = []
@@ -329,6 +327,15 @@ class Flow:
                 self._reaches(self._trace.of(each.value) | self._decided)
         return self._trace.of(node)
 
+    def _given_by(self, path: str, function: Any) -> Origins:
+        """What the result of a function depends on, beside its arguments. Of one that cannot be followed: whatever it
+        reads."""
+        helper = self._helpers.get(path)
+        if helper is None:
+            return self._trace.read_through(read_by(path, function, self._trace.shared))
+        used = self._inside(path, helper, gives=True).used() - {*helper.arguments}
+        return NONE.union(*(self._trace.at(helper.called_outside(each)) for each in used))
+
     def kept(self) -> dict[str, int]:
         """What the function updates from what it was, and so keeps for others, too; with lines."""
         return {path: line for path, line in self._trace.lines.items() if line and path in self._trace.at(path)}
@@ -343,6 +350,7 @@ class Flow:
         if (changed := changed_by(node)) is not None and (path := path_of(changed)):
             self._trace.add(path, self._decided | self._trace.of_all(given))
         function = path_of(node.func)
+        self.called.add(function)
         called = self._value_of(function)
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         owner = MISSING if receiver is None else self._value_of(path_of(receiver))
@@ -360,7 +368,7 @@ class Flow:
             self._trained.switch(path_of(receiver), name)
         if self._decided and (path := path_of(receiver or node)) and not ASIDE.search(name.lower()):
             self._told[path] = self._told.get(path, NONE) | self._decided
-        if self._decided and self._leaves_traces(node, function, given):
+        if self._decided and self._trained.leaves_traces(node, self._helpers.get(function)):
             self._reaches(self._decided)
         if ASIDE.search(name.lower()):
             return
@@ -385,22 +393,12 @@ class Flow:
         if name in TRAINS_BY or does_train or takes or sets_part:
             self._reaches(self._trace.of_all(given))
         acts = name in ACTS and (does_train or owner is MISSING or isinstance(owner, torch.Tensor))
-        if receiver is not None and (acts or name == "backward") and (chosen := self._trace.of(receiver) - KNOWN_TO_US):
+        follows = name == "backward" and helper is None
+        if receiver is not None and (acts or follows) and (chosen := self._trace.of(receiver) - KNOWN_TO_US):
             which = {path_of(receiver)} & self._trace.lines.keys() if trains(owner) else ()  # one of several
             self._reaches(chosen.union(which))
         if acts or takes or sets_part or (in_place and isinstance(owner, torch.Tensor)):
             self._reaches(self._decided)
-
-    def _leaves_traces(self, node: ast.Call, function: str, given: Iterable[ast.expr]) -> bool:
-        """Whether a call, however little it has to do with the training, changes what later steps compute if it comes
-        at another time: it draws random numbers, as every new iterator of a loader does, or runs a module in training
-        mode that draws or changes buffers."""
-        if isinstance(self._value_of(function), torch.nn.Module):
-            return self._trained.leaves_traces(function)
-        if DRAWS.search(name_of_call(node).lower()) or any(seeds(self._value_of(path_of(each))) for each in given):
-            return True
-        helper = self._helpers.get(function)
-        return helper is not None and helper.reads(seeds)
 
     def _note_updated(self, helper: Helper, given: Mapping[str, ast.expr], line: int) -> None:
         """Note which of the modules that are given to a helper it updates, as what fills a target network does."""
@@ -410,15 +408,16 @@ class Flow:
             for path in given.keys() & found.updated.keys():
                 self.found.updated.setdefault(path_of(given[path]), line)
 
-    def _inside(self, called: str, helper: Helper) -> Flow:
-        """Follows its arguments, and the paths that are assigned here, through a helper, by its own paths."""
-        if called not in self._within:
+    def _inside(self, called: str, helper: Helper, gives: bool = False) -> Flow:
+        """Follows its arguments, and the paths that are assigned here, through a helper, by its own paths; with `gives`
+        also to what it returns."""
+        if (called, gives) not in self._within:
             inside = (helper.called_inside(path, self._trace.shared) for path in self._trace.lines)
-            given = {*helper.arguments, *inside} - {""}
-            known, returned = helper.values, self._returned
-            flow = Flow(helper.function, known, self._named, helper.calls, given=sorted(given), returned=returned)
-            self._within[called] = flow
-        return self._within[called]
+            given = sorted({*helper.arguments, *inside} - {""})
+            known, calls, returned = helper.values, helper.calls, self._returned
+            flow = Flow(helper.function, known, self._named, calls, gives=gives, given=given, returned=returned)
+            self._within[called, gives] = flow
+        return self._within[called, gives]
 
     def used(self) -> set[str]:
         """The given paths that reach a step."""

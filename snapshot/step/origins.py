@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.snapshot.step.script import FED, MISSING, Named, Reading, RunningValues, is_ours, read_by
+from holdfast.snapshot.step.script import FED, MISSING, Named, Reading, RunningValues, is_ours
 from holdfast.snapshot.step.syntax import Function, bound_in, globals_of, name_of_call, owners_of, path_of, root_of
 
 Origins = frozenset[str]
@@ -43,6 +43,7 @@ class Trace:
         named: what is captured, or is no state.
         lines: the paths that are followed, with the first line that assigns each.
         returned: what has run, for calls whose function has no path here, as ``phases[i].step()``.
+        given_by: what the result of the function in a path depends on, beside its arguments.
 
     Attributes:
         now: by path, the origins of its value at the statement that has been reached.
@@ -51,7 +52,13 @@ class Trace:
     """
 
     def __init__(
-        self, function: Function, values: RunningValues, named: Named, lines: Mapping[str, int], returned: Returned
+        self,
+        function: Function,
+        values: RunningValues,
+        named: Named,
+        lines: Mapping[str, int],
+        returned: Returned,
+        given_by: Callable[[str, Any], Origins],
     ) -> None:
         self.now: dict[str, Origins] = {}
         self.lines = {**lines}
@@ -60,6 +67,7 @@ class Trace:
         self._values = values
         self._named = named
         self._returned = returned
+        self._given_by = given_by
 
     def carry(self, paths: Iterable[str]) -> None:
         """An earlier turn, or call, left values in these paths."""
@@ -103,7 +111,7 @@ class Trace:
                     self.lines.setdefault(path, getattr(each, "lineno", 0))
                     found.add(path)
                 elif callable(value) and not isinstance(value, type | torch.nn.Module):
-                    found |= self.read_through(read_by(path, value, self.shared))
+                    found |= self._given_by(path, value)
             if isinstance(each, ast.Call) and self._values.of(path_of(each.func)) is MISSING:
                 others = self._returned.get((self._function, name_of_call(each)), {})
                 self.lines = {**others, **self.lines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from types import MethodType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.snapshot.state.walk import package_of
-from holdfast.snapshot.step.script import MISSING, RunningValues
+from holdfast.snapshot.step.script import MISSING, Helper, RunningValues
 from holdfast.snapshot.step.syntax import innermost_path, name_of_call, path_of, root_of
 
 PARTS = frozenset({"param_groups", "params", "parameters", "named_parameters", "modules", "named_modules"})
@@ -18,6 +19,9 @@ PARTS = frozenset({"param_groups", "params", "parameters", "named_parameters", "
 
 GRADELESS = frozenset({"no_grad", "inference_mode"})
 """A module that is called in such a block trains nothing by itself."""
+
+DRAWS = re.compile("rand|normal(_|$)|uniform|bernoulli|multinomial|shuffle|choice|permut|sample|generat")
+"""A function with such a name draws random numbers. If it is called at other times, later steps draw others."""
 
 
 class Trained:
@@ -76,10 +80,20 @@ class Trained:
             return self.is_training(function) and any(each._buffers for each in called.modules())
         return trains(called) or trains(owner)
 
-    def leaves_traces(self, module: str) -> bool:
-        """Whether a module that is called in training mode draws, or changes buffers."""
-        modules = self._value_of(module).modules()
-        return self.is_training(module) and any(_rate_of(each) or each._buffers for each in modules)
+    def leaves_traces(self, call: ast.Call, helper: Helper | None) -> bool:
+        """Whether a call, however little it has to do with the training, changes what later steps compute if it comes
+        at another time: it draws random numbers, as every new iterator of a loader does, or runs a module in training
+        mode that draws or changes buffers. `helper`: the function, if it can be followed."""
+        function = path_of(call.func)
+        called = self._value_of(function)
+        if isinstance(called, torch.nn.Module):
+            return self.is_training(function) and any(_rate_of(each) or each._buffers for each in called.modules())
+        if function == "len":
+            return False  # of a loader, as logs say how many batches there are
+        given = [*call.args, *(each.value for each in call.keywords)]
+        if DRAWS.search(name_of_call(call).lower()) or any(seeds(self._value_of(path_of(each))) for each in given):
+            return True
+        return helper is not None and helper.reads(seeds)
 
 
 def trains(value: Any) -> bool:

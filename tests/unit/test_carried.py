@@ -12,7 +12,8 @@ import queue
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -173,13 +174,15 @@ def test_what_reaches_a_step_is_named(turn: str, named: set[str]) -> None:
         TRAIN + "n += 1\nif n % 8 == 0:\n    model.eval()\n    show(model(y))\n    model.train()",
         TRAIN + "for a, b in zip(model.parameters(), average.parameters()):\n    a.data.lerp_(b.data, 0.5)",
         TRAIN + "n += 1\nif n % 8 == 0:\n    evaluate(model, seeded)",
+        TRAIN + "n += 1\nif n % 8 == 0:\n    print(n / len(held_out))",
         TRAIN + "n += 1\nif n % 8 == 0 and n:\n    print(n)\n    if is_trial:\n        break",
         TRAIN + "n += 1\nif n % 8 == 0 and n:\n    print(n)\n    if not is_whole:\n        break",
     ],
 )
 def test_what_is_only_logged_is_not_named(turn: str) -> None:
     seeded: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(1, 2)), generator=torch.Generator())
-    found = look(turn, noisy=nn.Dropout(0.1), seeded=seeded, is_trial=False, is_whole=True)
+    held_out: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(1, 2)))
+    found = look(turn, noisy=nn.Dropout(0.1), seeded=seeded, held_out=held_out, is_trial=False, is_whole=True)
     assert not found.carried and not found.counts and not found.numbered
 
 
@@ -896,6 +899,47 @@ def test_what_an_option_leaves_out_is_not_named_nor_are_gradients(caplog: pytest
     assert not said(with_what_an_option_leaves_out, caplog, "the script carries")
 
 
+class Precision:
+    """Scales losses by what it counts, if it is told to."""
+
+    def __init__(self, is_low: bool) -> None:
+        self.is_low, self.scale = is_low, 1.0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.is_low:
+            (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def finish(self, job: Job) -> None:
+        if self.is_low:
+            self.unscale(job)
+
+    def unscale(self, job: Job) -> None:
+        for parameter in job.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1 / self.scale)
+        self.scale *= 2
+
+
+def with_a_precision(snap: InMemorySnapshot, job: Job, is_low: bool) -> Iterator[None]:
+    precision = Precision(is_low)
+    for _ in snap.steps(STEPS):
+        precision.backward(job.model(torch.randn(2, 4)).sum())
+        precision.finish(job)
+        yield
+        job.update()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("is_low", [True, False])
+def test_what_an_option_leaves_out_in_another_function_is_not_named(
+    is_low: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = said(partial(with_a_precision, is_low=is_low), caplog, "the script carries")
+    assert ("precision.scale (line" in line) == is_low
+
+
 @pytest.mark.usefixtures("arena")
 def test_batches_that_are_read_in_the_middle_of_a_turn_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     assert not said(partial(with_reads_within_a_turn, ahead=True), caplog, "Read all batches")
@@ -1075,6 +1119,37 @@ def with_helpers_of_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         training.step()
         yield
         job.update()
+
+
+class Meters:
+    """Goes through batches, and logs what it was told, as those of torchvision's reference scripts do."""
+
+    def __init__(self) -> None:
+        self.meters: dict[str, list[float]] = defaultdict(list)
+
+    def update(self, **values: float) -> None:
+        for name, value in values.items():
+            self.meters[name].append(value)
+
+    def __getattr__(self, name: str) -> list[float]:
+        return self.meters[name]
+
+    def log_every(self, batches: Iterable[Any]) -> Iterator[Any]:
+        reading: dict[str, float] = {}
+        for count, batch in enumerate(batches):
+            yield batch
+            reading.update(count=count)
+            print(reading, self.meters)
+
+
+def with_meters_around_its_data(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    meters = Meters()
+    for scale in meters.log_every(snap.data([torch.ones(())] * STEPS)):
+        loss = job.model(torch.randn(2, 4)).square().sum() * scale
+        loss.backward()
+        yield
+        job.update()
+        meters.update(loss=loss.item())
 
 
 class Scheduled:
@@ -1381,6 +1456,7 @@ NONE: list[str] = []
         ),
         (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
+        (with_meters_around_its_data, NONE, NONE),
         (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
         (
             lambda snap, job: Scheduled(job).train(snap),
