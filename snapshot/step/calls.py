@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.walk import is_captured_as_such, package_of
-from holdfast.snapshot.step.variables import is_users_frame
+from holdfast.snapshot.step.variables import is_users_frame, objects_in_variables
 
 MOST_LOOKS = 8
 """A function is looked at this many times, for the objects whose method it is: some run very often."""
@@ -36,7 +36,7 @@ class Call:
 
     Attributes:
         code: of the function. caller: of the one that called it. variables: those of its module. known: its own that
-            are sure to be there for long.
+            are sure to be there for long. given: its arguments that variables led to as `Calls` began; None: gone.
         itself: what it calls the object whose method it is; empty if it is none. owner: that object; None: it is gone.
         gives: whether what it returns goes into a step: torch takes it, or it is a model's.
     """
@@ -45,9 +45,15 @@ class Call:
     caller: CodeType
     variables: dict[str, Any]
     known: dict[str, Any]
+    given: Mapping[str, Callable[[], Any]]
     itself: str
     owner: Callable[[], Any]
     gives: bool
+
+    def values(self) -> dict[str, Any]:
+        """What is known and given, of what is still there."""
+        given = {name: value for name, each in self.given.items() if (value := each()) is not None}
+        return {**self.known, **given}
 
 
 class Calls:
@@ -59,6 +65,8 @@ class Calls:
         self._found: dict[tuple[CodeType, int, CodeType], Call] = {}
         self._is_over = False
         self._left = MOST_EVENTS
+        there = [each for each in objects_in_variables() if type(each).__weakrefoffset__]
+        self._there = {id(each): weakref.ref(each) for each in there}  # what later turns make is not among them
         if sys.getprofile() is None:
             sys.setprofile(self._note)
 
@@ -94,7 +102,9 @@ class Calls:
         kept = {name: each for name, each in local.items() if name in code.co_freevars or is_captured_as_such(each)}
         caller = frame.f_back or frame
         gives = package_of(caller.f_globals.get("__name__", "")) == "torch" or is_captured_as_such(owner)
-        called = Call(code, caller.f_code, frame.f_globals, kept, itself, _reference(owner), gives)
+        found = {name: self._there.get(id(local.get(name))) for name in code.co_varnames[: code.co_argcount]}
+        given = {name: there for name, there in found.items() if there and there() is local[name]}
+        called = Call(code, caller.f_code, frame.f_globals, kept, given, itself, _reference(owner), gives)
         self._found[code, id(owner), caller.f_code] = called
 
 

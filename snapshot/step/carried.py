@@ -222,15 +222,15 @@ class Following:
         return found
 
     def _name_in_script(self, call: Call, path: str) -> str:
-        """What the script calls a path of the object of a call, or of a module that is given to it; empty if the object
-        was made since the step before, and has no name: each turn makes its own, and carries nothing in it."""
-        root, code = root_of(path), call.code
+        """What the script calls a path of the object of a call, or of what is given to it; empty if the object was made
+        since the step before, and has no name: each turn makes its own, and carries nothing in it."""
+        root, code, held = root_of(path), call.code, call.values()
         if root == UNNAMED:
             owner = call.owner()
             is_new = id(owner) in self._made and not name_of(owner)
             return "" if is_new else _name_of(owner) + path[len(root) :]
-        if root in call.known and root in code.co_varnames[: code.co_argcount]:
-            return (name_of(call.known[root]).partition(".")[2] or root) + path[len(root) :]
+        if root in held and root in code.co_varnames[: code.co_argcount]:
+            return (name_of(held[root]).partition(".")[2] or root) + path[len(root) :]
         return path
 
     def _returned_by(self, ran: Collection[tuple[Call, Helper]]) -> Returned:
@@ -321,7 +321,7 @@ class Following:
         """What a function reads that others keep, and its steps depend on."""
         values, returned, is_outside = helper.values, self._returned_to(), outlives(helper.function)
         paths = {path_of(each) for each in parts_of(helper.function)} - {""}
-        known = [path for path in paths if is_outside(path) and root_of(path) not in helper.arguments]
+        known = [path for path in paths if is_outside(path)]
         read = {path: self._kept[place] for path in known if (place := _place_of(values, path)) in self._kept}
         flow = Flow(helper.function, values, self._named, {}, gives=gives, given=sorted(read), returned=returned)
         carried, _ = _by_kind(values, {path: read[path][1] for path in flow.found.carried.keys() & read.keys()})

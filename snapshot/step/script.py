@@ -316,7 +316,7 @@ def helper_called(call: Call) -> Helper | None:
     if call.code.co_name == LAMBDA or function is None or isinstance(function, ast.Module) or is_gone or is_ours(owner):
         return None
     held = {call.itself: owner} if call.itself else {}
-    names = {**call.variables, **call.known, **held}
+    names = {**call.variables, **call.values(), **held}
     return Helper(function, RunningValues(names), UNNAMED if held else "", call.itself, call.code.co_freevars, {})
 
 

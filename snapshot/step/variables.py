@@ -37,6 +37,7 @@ from holdfast.snapshot.state.walk import (
     LIBRARIES,
     LONGEST,
     is_captured_as_such,
+    is_code,
     is_installed,
     is_users_own,
     package_of,
@@ -92,6 +93,12 @@ def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
         but: ids of generators that are somebody else's.
     """
     return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, most=MOST)
+
+
+def objects_in_variables() -> Iterator[Any]:
+    """What the script's variables lead to, of its own classes."""
+    found = walk(chain.from_iterable(_variables()), is_users_own, longest=LONGEST, most=MOST)
+    return (value for _, value, _ in found if is_users_own(value) and not is_code(value))
 
 
 def name_of(value: Any, *, for_all: bool = False) -> str:

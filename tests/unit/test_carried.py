@@ -1207,6 +1207,59 @@ def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         logged += 1
 
 
+class Batch:
+    """What each turn makes anew."""
+
+    def __init__(self) -> None:
+        self.value = torch.ones(2, 4)
+
+
+class Warmup:
+    """A callback that is given its trainer: reads what that counts, and counts there itself."""
+
+    def before_turn(self, fitting: Fitting, batch: Batch) -> None:
+        batch.value = batch.value * 2
+        fitting.loss = fitting.job.model(batch.value).square().sum()
+
+    def before_step(self, fitting: Fitting) -> None:
+        for group in fitting.job.optim.param_groups:
+            group["lr"] = 0.01 * (1 + fitting.turns) + 0.001 * fitting.seen
+        print(fitting.logged)
+
+    def after_step(self, fitting: Fitting) -> None:
+        fitting.seen += 1
+
+
+class Fitting:
+    """A trainer that passes itself to its callbacks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.callbacks = job, [Warmup()]
+        self.turns = self.seen = self.logged = 0
+        self.loss = torch.zeros(())
+
+    def read(self) -> Batch:
+        held: Any = [Batch()]
+        loader = DataLoader[Any](held, collate_fn=lambda found: copy.copy(found[0]), generator=torch.Generator())
+        found: Batch = next(iter(loader))
+        return found
+
+    def train(self, snap: InMemorySnapshot) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            batch = self.read()
+            for each in self.callbacks:
+                each.before_turn(self, batch)
+            torch.autograd.backward(self.loss)
+            for each in self.callbacks:
+                each.before_step(self)
+            yield
+            self.job.update()
+            self.turns += 1
+            self.logged += 1
+            for each in self.callbacks:
+                each.after_step(self)
+
+
 class Cooling:
     """One number follows from another, and the loop is in one method, the step in the other."""
 
@@ -1464,6 +1517,7 @@ NONE: list[str] = []
             ["self.loss (line", "self.logged (line", "self.used (line"],
         ),
         (with_functions_that_read, ["turns (line"], ["logged (line"]),
+        (lambda snap, job: Fitting(job).train(snap), ["self.turns (line", "self.seen (line"], ["logged", "batch"]),
         (
             lambda snap, job: Cooling(job).train(snap),
             ["self.turns (line", "self.temperature (line"],
