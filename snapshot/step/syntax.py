@@ -11,6 +11,7 @@ import linecache
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import chain
 from pathlib import PurePath
 from tokenize import TokenError
 from types import CodeType
@@ -103,10 +104,11 @@ def _calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
 
 
 def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = bool) -> dict[str, int]:
-    """The paths that are assigned, or whose value is changed, with the first line of each. `has_methods`: whether what
-    a path stands for may be changed by a call, as None is not."""
+    """The paths that are assigned, or whose value is changed, and not put back, with the first line of each.
+    `has_methods`: whether what a path stands for may be changed by a call, as None is not."""
     found: dict[str, int] = {}
     for top in nodes:
+        lines: dict[str, list[int]] = {}
         parts = [top, *parts_of(top)]
         bound = bound_in(parts)
         held = taken_in(parts)
@@ -124,8 +126,26 @@ def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = b
             else:
                 continue
             for path in filter(None, paths):
-                found.setdefault(path, getattr(each, "lineno", 0))
+                lines[path] = sorted([*lines.get(path, ()), getattr(each, "lineno", 0)])
+        for path, name, put_back in _put_back_in(parts):
+            if lines.get(path, [0])[-1] == put_back and lines[name][-1] < lines[path][0]:
+                del lines[path]
+        for path, changes in lines.items():
+            found.setdefault(path, changes[0])
     return found
+
+
+def _put_back_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str, int]]:
+    """The paths that are assigned what a variable has kept of them, with that variable, and the line."""
+    for body in [found for each in nodes if isinstance(found := getattr(each, "body", None), list)]:
+        kept: dict[str, str] = {}
+        for each in chain.from_iterable((one, *getattr(one, "finalbody", ())) for one in body):
+            match each:
+                case ast.Assign(targets=[target], value=ast.Name(id=name)) if name in kept:
+                    if (path := path_of(target)) == kept[name]:
+                        yield path, name, each.lineno
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if path := path_of(value):
+                    kept[name] = path
 
 
 Taken = Mapping[str, list[tuple[int, str]]]

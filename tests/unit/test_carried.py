@@ -15,6 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
@@ -1207,6 +1208,40 @@ def with_functions_that_read(snap: InMemorySnapshot, job: Job) -> Iterator[None]
         logged += 1
 
 
+class Adding:
+    """Adds gradients up, but for a while."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.is_last = True
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        was = self.is_last
+        self.is_last = False
+        try:
+            yield
+        finally:
+            self.is_last = was
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.is_last:
+            torch.autograd.backward(loss)
+
+
+def with_a_switch_that_is_put_back(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    adding, share = Adding(job), 0.5
+    for _ in snap.steps(STEPS):
+        with adding.held_back():
+            adding.backward(job.model(torch.randn(2, 4)).sum())
+        before = share
+        share = share * 0.5
+        adding.backward(job.model(torch.randn(2, 4)).sum() * share)
+        yield
+        job.update()
+        share = before
+
+
 class Batch:
     """What each turn makes anew."""
 
@@ -1517,6 +1552,7 @@ NONE: list[str] = []
             ["self.loss (line", "self.logged (line", "self.used (line"],
         ),
         (with_functions_that_read, ["turns (line"], ["logged (line"]),
+        (with_a_switch_that_is_put_back, NONE, NONE),
         (lambda snap, job: Fitting(job).train(snap), ["self.turns (line", "self.seen (line"], ["logged", "batch"]),
         (
             lambda snap, job: Cooling(job).train(snap),
