@@ -127,9 +127,13 @@ def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = b
                 continue
             for path in filter(None, paths):
                 lines[path] = sorted([*lines.get(path, ()), getattr(each, "lineno", 0)])
-        for path, name, put_back in _put_back_in(parts):
-            if lines.get(path, [0])[-1] == put_back and lines[name][-1] < lines[path][0]:
-                del lines[path]
+        is_back = [
+            path
+            for path, name, put_back in _put_back_in(parts)
+            if lines.get(path, [0])[-1] == put_back and lines[name][-1] < lines[path][0]
+        ]
+        for path in is_back:
+            lines.pop(path, None)
         for path, changes in lines.items():
             found.setdefault(path, changes[0])
     return found
