@@ -130,7 +130,7 @@ def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = b
         is_back = [
             path
             for path, name, put_back in _put_back_in(parts)
-            if lines.get(path, [0])[-1] == put_back and lines[name][-1] < lines[path][0]
+            if lines.get(path, [0])[-1] == put_back and name in lines and lines[name][-1] < lines[path][0]
         ]
         for path in is_back:
             lines.pop(path, None)
