@@ -107,6 +107,10 @@ CHANGED = (
     "parameters were changed between entering and the first step. A restart would change what it has restored, and be "
     "refused: do that before entering, or only `if snap.step == 0:`"
 )
+SCRIPTED = (
+    "%s: modules of TorchScript, which computes in another way once it has run a few times in a process, so that steps "
+    "after a restart may differ in their last bits: start the job with PYTORCH_JIT=0"
+)
 TOGETHER = (
     "another hook is entered already. After a restart each goes on from a snapshot of its own, which may be of another "
     "step: if one loop trains what both were given, give it all to one hook, InMemorySnapshot([model, other], [optim, "
@@ -219,6 +223,9 @@ class FirstTurns:
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
         entered[adapter] = get_ident()
+        named = (each for module in adapter.modules() for each in module.named_modules())
+        if scripted := [name or "the model" for name, each in named if isinstance(each, torch.jit.ScriptModule)]:
+            log.warning(SCRIPTED, some(scripted))
         if self._is_refused and self._checks.reading and adapter.optimizers():
             self._ahead = Ahead(adapter.modules())
         if adapter.modules():  # without any there is no forward

@@ -99,8 +99,11 @@ class Scripted(Job):
 
 @pytest.mark.usefixtures("arena")
 @pytest.mark.parametrize("declared", [False, True])
-def test_a_scripted_model_is_trained_like_any_other(declared: bool) -> None:
+def test_a_scripted_model_is_trained_like_any_other_and_told_of(
+    declared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     assert trial(looping(declared=declared), Scripted).statistics.failed == 0
+    assert "PYTORCH_JIT=0" in caplog.text
 
 
 def watched() -> tuple[torch.nn.Module, torch.optim.Optimizer, GradScaler, Recorder, Boundary]:
