@@ -26,7 +26,7 @@ from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
 from holdfast.snapshot.step.flow import Carries
-from holdfast.snapshot.step.gradients import STEPS_ON_DEVICES, Ahead, Forgotten, holding
+from holdfast.snapshot.step.gradients import STEPS_NOTED, Ahead, Forgotten, holding
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.unstepped import Unstepped
@@ -272,7 +272,7 @@ class FirstTurns:
     def tree(self) -> Tree:
         """What the script keeps, as plain values, as it was when it was last noted."""
         known: Tree = {"workers": self._iterators.tree(), "variables": self._variables.tree()}
-        if self._progress.step < STEPS_ON_DEVICES:  # later on the process itself has seen what is kept, and said so
+        if self._progress.step < STEPS_NOTED:
             known["gradients"] = holding(self._adapter.modules())
         return known
 

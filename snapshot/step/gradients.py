@@ -18,6 +18,9 @@ from holdfast.snapshot.step.hooks import on_gradient
 STEPS_ON_DEVICES = 8
 """On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
 
+STEPS_NOTED = 8
+"""Snapshots of so many first steps note which gradients there were: later on the process has seen what it keeps."""
+
 MOST_ZEROED = 16
 """How often gradients may be computed and zeroed again before the first optimizer steps: warming up does so."""
 
@@ -183,9 +186,11 @@ def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 def holding(modules: Sequence[torch.nn.Module]) -> list[str]:
-    """The first parameters of modules that have a gradient which is not zero. On a GPU this waits for the device."""
+    """The first parameters of modules that have a gradient which is not zero. Those on a GPU are left out: to read one
+    there waits for the device, as a step begins."""
     found = ((name, parameter.grad) for name, parameter in first_trained(modules))
-    return [name for name, gradient in found if gradient is not None and bool(gradient.any())]
+    on_cpu = [(name, gradient) for name, gradient in found if gradient is not None and gradient.device.type == "cpu"]
+    return [name for name, gradient in on_cpu if bool(local(gradient).any())]
 
 
 class Ahead:
