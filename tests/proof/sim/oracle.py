@@ -203,7 +203,7 @@ class Oracle:
     def _committed_shard(self, path: MemoryPath, data: Any) -> None:
         snapshot: Snapshot = (data["snapshot"][0], data["snapshot"][1])
         coord = str(data["coord"])
-        if not any(path.parent.glob(f"{path.with_suffix('').name}.*-{snapshot[0]}-{snapshot[1]}.*.own")):
+        if any(path.parent.glob(f"{path.with_suffix('').name}.taken-*.own")):
             return  # its trainer has taken the slot since it was marked as sealed, so the record does not count
         if (snapshot, coord) not in self._sealed:
             self._sealed.add((snapshot, coord))
