@@ -226,7 +226,7 @@ class FirstTurns:
         named = (each for module in adapter.modules() for each in module.named_modules())
         if scripted := [name or "the model" for name, each in named if isinstance(each, torch.jit.ScriptModule)]:
             log.warning(SCRIPTED, some(scripted))
-        if self._is_refused and self._checks.reading and adapter.optimizers():
+        if self._may_refuse and self._checks.reading and adapter.optimizers():
             self._ahead = Ahead(adapter.modules())
         if adapter.modules():  # without any there is no forward
             self._rehearsal = Rehearsal(adapter, self._variables.states)
@@ -247,9 +247,9 @@ class FirstTurns:
         return self._progress.step < FIRST_TURNS
 
     @property
-    def _is_refused(self) -> bool:
-        """Whether a loop that is wrong in all of its turns is refused: a new job, and one that goes on from a snapshot
-        of its first turns. That may be of a process that was refused in its second turn."""
+    def _may_refuse(self) -> bool:
+        """Whether a loop that is wrong in all of its turns may be refused: in a new job, and in one that goes on from a
+        snapshot of its first turns, which a process may have left that was refused in its second."""
         return self._begun_at < FIRST_TURNS and self._is_among_first
 
     @property
@@ -270,7 +270,8 @@ class FirstTurns:
     # ------------------------------------------------------------------ what the script keeps
 
     def tree(self) -> Tree:
-        """What the script keeps, as plain values, as it was when it was last noted."""
+        """What the script keeps, as plain values, as it was when it was last noted; and, of the first steps, which
+        gradients there are."""
         known: Tree = {"workers": self._iterators.tree(), "variables": self._variables.tree()}
         if self._progress.step < STEPS_NOTED:
             known["gradients"] = holding(self._adapter.modules())
@@ -282,7 +283,7 @@ class FirstTurns:
 
     def step_begins(self) -> None:
         """A step has begun. Raises `ConfigError`, see `check_script`."""
-        if not self._is_refused:
+        if not self._may_refuse:
             self._stop_looking_ahead()
         changed = self._unstepped is not None and self._unstepped.step_begins()
         if changed and self._checks.reading and not self.asked_for_step:
@@ -346,7 +347,7 @@ class FirstTurns:
         for kept in self._iterators.kept() if self._checks.reading else ():
             if not kept.trains:
                 log.warning(EVALUATED_ON, kept.where)
-            elif self._is_refused and self._position.declared and kept.has_places and not self.asked:
+            elif self._may_refuse and self._position.declared and kept.has_places and not self.asked:
                 raise ConfigError(f"{READ_ON % kept.where}: {THROUGH_DATA}")
             else:
                 log.warning(f"{READ_ON}, unless the loop reads up to its place by itself: {THROUGH_DATA}", kept.where)
@@ -375,7 +376,7 @@ class FirstTurns:
     def _name(self, found: Carries) -> None:
         """Raises `ConfigError`, see `check_script`."""
         for wrong in [*[NUMBERED] * found.numbered, *[PASSES] * (found.passes and not self._position.sources)]:
-            if self._is_refused:
+            if self._may_refuse:
                 raise ConfigError(wrong)
             log.warning("%s", wrong)
         if found.counts:

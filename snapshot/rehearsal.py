@@ -57,9 +57,8 @@ class Rehearsal:
         drew = set(self.drawn())
         if self._drew is None:
             self._drew = drew
-        return sorted(
-            (drew ^ self._drew) & self._generators(rng.capture()).keys()
-        )  # those that do not count any more are not there
+        still_there = self._generators(rng.capture()).keys()  # those that do not count any more are not
+        return sorted((drew ^ self._drew) & still_there)
 
     def amounts(self) -> tuple[int, int] | None:
         """How many numbers were drawn from torch's generator before the first step and since `note`, if these are not

@@ -65,9 +65,9 @@ class Calls:
         self._found: dict[tuple[CodeType, int, CodeType], Call] = {}
         self._is_over = False
         self._left = MOST_EVENTS
-        there = [each for each in objects_in_variables() if type(each).__weakrefoffset__]
-        self._there = {id(each): weakref.ref(each) for each in there}  # what later turns make is not among them
         if sys.getprofile() is None:
+            there = [each for each in objects_in_variables() if type(each).__weakrefoffset__]
+            self._there = {id(each): weakref.ref(each) for each in there}  # what later turns make is not among them
             sys.setprofile(self._note)
 
     def stop(self) -> list[Call]:

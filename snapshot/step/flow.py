@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
@@ -143,7 +144,7 @@ class Flow:
         self._taken = taken_in(parts_of(function))
         outside = (lambda path: False) if turns else outlives(function)
         for _ in range(1 if turns else 2):  # what a call leaves reaches the next one
-            self._trace.now = {path: origins for path, origins in self._trace.now.items() if outside(path)}
+            self._trace.keep(outside)
             self._trace.carry([*filter(outside, self._trace.lines), *self._given])
             self._block(function.body)
             self._reaches(frozenset(filter(self._trace.feeds, self._trace.now)))
@@ -188,14 +189,13 @@ class Flow:
             case ast.For() | ast.AsyncFor() | ast.While():
                 self._loop(node)
             case ast.With() | ast.AsyncWith():
-                is_graded = self._trained.is_graded
-                for item in node.items:
-                    self._trained.enter(item.context_expr)
-                    origins = self._expression(item.context_expr)
-                    if item.optional_vars is not None:
-                        self._assign(item.optional_vars, origins)
-                self._block(node.body)
-                self._trained.is_graded = is_graded
+                with self._trained.block():
+                    for item in node.items:
+                        self._trained.enter(item.context_expr)
+                        origins = self._expression(item.context_expr)
+                        if item.optional_vars is not None:
+                            self._assign(item.optional_vars, origins)
+                    self._block(node.body)
             case ast.Try():
                 self._block(node.body)
                 self._either([*([handler.body for handler in node.handlers]), []])
@@ -266,15 +266,10 @@ class Flow:
 
     def _either(self, bodies: Iterable[list[ast.stmt]], tested: Origins = NONE) -> None:
         """One of these blocks runs, as what was `tested` decides."""
-        before, decided = self._trace.now, self._decided
-        after: dict[str, Origins] = {}
-        self._decided = decided | tested
-        for body in bodies:
-            self._trace.now = dict(before)
-            self._block(body)
-            for path, origins in self._trace.now.items():
-                after[path] = after.get(path, NONE) | origins
-        self._trace.now, self._decided = after, decided
+        decided = self._decided
+        self._decided |= tested
+        self._trace.either(partial(self._block, body) for body in bodies)
+        self._decided = decided
 
     def _note_again(self, line: int) -> None:
         """What is trained is changed here by what it was. At the top of a pass, note it: a restart that goes on in the
@@ -308,7 +303,7 @@ class Flow:
                 path = innermost_path(target)
                 origins |= self._trace.at(path)
         if path:
-            self._trace.now[path] = origins
+            self._trace.set(path, origins)
 
     @property
     def _is_in_turn(self) -> bool:
@@ -386,7 +381,7 @@ class Flow:
                 elif path not in helper.arguments:
                     self._reaches(self._trace.at(helper.called_outside(path)))
             for path in self._trace.now.keys() & map(helper.called_outside, inside.renewed() - {*helper.arguments}):
-                self._trace.now[path] = self._decided
+                self._trace.set(path, self._decided)
         is_gradient = isinstance(receiver, ast.Attribute) and receiver.attr == "grad"
         in_place = name.endswith("_")
         sets_part = in_place and (is_gradient or self._trained.has_part(receiver))

@@ -19,7 +19,8 @@ STEPS_ON_DEVICES = 8
 """On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
 
 STEPS_NOTED = 8
-"""Snapshots of so many first steps note which gradients there were: later on the process has seen what it keeps."""
+"""Snapshots of so many first steps note, on CPUs, which gradients there were: later on the process has seen whether it
+keeps any."""
 
 MOST_ZEROED = 16
 """How often gradients may be computed and zeroed again before the first optimizer steps: warming up does so."""
@@ -77,9 +78,8 @@ class Gradients:
         self._turns, self._was_zeroed = 0, False
         for name, version in self._kept.items():
             parameter = self._watched[name]
-            if (
-                parameter._version != version or self._is_any(parameter.grad) is not False
-            ):  # else they were zeroed unused
+            # Where nothing has changed the parameter, and its gradient is zero now, they were zeroed unused.
+            if parameter._version != version or self._holds(parameter.grad) is not False:
                 self._once(KEPT, name)
         self._kept.clear()
         self._seen.clear()
@@ -120,10 +120,10 @@ class Gradients:
             if hasattr(parameter, "main_grad"):
                 return  # Megatron adds them up in `main_grad`, and takes `grad` away here
             first, added = name not in self._seen, self._seen.get(name)
-            self._seen[name] = added or self._is_any(gradient)
+            self._seen[name] = added or self._holds(gradient)
             if first and not self._steps:
                 return
-            held = self._is_any(parameter.grad)
+            held = self._holds(parameter.grad)
             if first and held:
                 self._kept[name] = parameter._version
             elif not first and held is False and (added or parameter.grad is None):  # else it was zero before, too
@@ -136,13 +136,13 @@ class Gradients:
 
         return before_it_is_added
 
-    def _is_any(self, gradient: torch.Tensor | None) -> bool | None:
-        """Whether a gradient is there that is not zero; None: it is not looked at."""
+    def _holds(self, gradient: torch.Tensor | None) -> bool | None:
+        """Whether there is a gradient that is not zero; None: it is not looked at."""
         if gradient is None:
             return False
         if gradient.device.type != "cpu" and self._steps > STEPS_ON_DEVICES:
             return None
-        return bool(local(gradient).any())
+        return _is_nonzero(gradient)
 
     def _once(self, text: str, *values: object) -> None:
         if text not in self._said:
@@ -152,7 +152,7 @@ class Gradients:
 
 class Forgotten:
     """Notices, in the first turn after a restart, that it adds to gradients that the snapshot did not hold. `Gradients`
-    finds the same in a process that has made two steps. Used as that.
+    finds the same in a process that has made two steps. Used by the training thread, as that.
 
     Args:
         held: the parameters that had a gradient as the snapshot was taken; see `holding`. A restore gives them zeros.
@@ -161,12 +161,12 @@ class Forgotten:
 
     def __init__(self, modules: Sequence[torch.nn.Module], held: Collection[str], say: Callable[..., object]) -> None:
         self._say = say
-        self._first = {name: p for name, p in first_trained(modules) if name in held and p.grad is not None}
-        self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._first.items()]
+        self._unseen = {name: p for name, p in first_trained(modules) if name in held and p.grad is not None}
+        self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._unseen.items()]
 
     def remove(self) -> None:
         """Stop watching."""
-        self._first.clear()
+        self._unseen.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -174,7 +174,7 @@ class Forgotten:
         restored = _state_of(parameter.grad)
 
         def before_it_is_added(gradient: torch.Tensor) -> None:
-            if self._first.pop(name, None) is not None and _state_of(parameter.grad) == restored:
+            if self._unseen.pop(name, None) is not None and _state_of(parameter.grad) == restored:
                 self._say(KEPT, name)  # nobody has zeroed it
 
         return before_it_is_added
@@ -190,7 +190,12 @@ def holding(modules: Sequence[torch.nn.Module]) -> list[str]:
     there waits for the device, as a step begins."""
     found = ((name, parameter.grad) for name, parameter in first_trained(modules))
     on_cpu = [(name, gradient) for name, gradient in found if gradient is not None and gradient.device.type == "cpu"]
-    return [name for name, gradient in on_cpu if bool(local(gradient).any())]
+    return [name for name, gradient in on_cpu if _is_nonzero(gradient)]
+
+
+def _is_nonzero(gradient: torch.Tensor) -> bool:
+    """Of a sharded one, this rank's part: to look at all of it would be a collective call."""
+    return bool(local(gradient).any())
 
 
 class Ahead:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -85,6 +85,24 @@ class Trace:
         """The value in a path depends on more."""
         self.now[path] = self.at(path) | origins
 
+    def set(self, path: str, origins: Origins) -> None:
+        """Another value is in a path now."""
+        self.now[path] = origins
+
+    def keep(self, is_kept: Callable[[str], bool]) -> None:
+        """What is in other paths is gone."""
+        self.now = {path: origins for path, origins in self.now.items() if is_kept(path)}
+
+    def either(self, ways: Iterable[Callable[[], None]]) -> None:
+        """One of these runs: a value may come from what any of them leaves."""
+        before, after = self.now, dict[str, Origins]()
+        for way in ways:
+            self.now = dict(before)
+            way()
+            for path, origins in self.now.items():
+                after[path] = after.get(path, NONE) | origins
+        self.now = after
+
     def forget_parts(self, path: str) -> None:
         """Another object is in a path now."""
         for inner in [each for each in self.now if each != path and root_of(each) == path]:
@@ -144,6 +162,6 @@ class Trace:
 
     def feeds(self, path: str) -> bool:
         """Whether it belongs to what data is read through, and is no part of the place there."""
-        owners: Collection[Any] = [self._values.of(each) for each in owners_of(path)]
+        owners = [self._values.of(each) for each in owners_of(path)]
         is_of_data = any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners)
         return is_of_data and not self._named.has(self._values, path)

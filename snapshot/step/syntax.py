@@ -126,16 +126,16 @@ def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = b
             else:
                 continue
             for path in filter(None, paths):
-                lines[path] = sorted([*lines.get(path, ()), getattr(each, "lineno", 0)])
+                lines.setdefault(path, []).append(getattr(each, "lineno", 0))
         is_back = [
             path
             for path, name, put_back in _put_back_in(parts)
-            if lines.get(path, [0])[-1] == put_back and name in lines and lines[name][-1] < lines[path][0]
+            if path in lines and max(lines[path]) == put_back and name in lines and max(lines[name]) < min(lines[path])
         ]
         for path in is_back:
             lines.pop(path, None)
         for path, changes in lines.items():
-            found.setdefault(path, changes[0])
+            found.setdefault(path, min(changes))
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -29,14 +31,11 @@ class Trained:
 
     Args:
         values: the values of the function's variables as it runs.
-
-    Attributes:
-        is_graded: whether gradients are computed there.
     """
 
     def __init__(self, values: RunningValues) -> None:
-        self.is_graded = True
         self._value_of = values.of
+        self._is_graded = True  # whether gradients are computed there
         self._parts: set[str] = set()  # variables of loops over what is trained
         self._evaluated: set[str] = set()  # modules that are in eval mode there
 
@@ -60,9 +59,16 @@ class Trained:
         if any(_last_name(each) in PARTS or self.has_part(each) for each in ast.walk(over)):
             self._parts |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
 
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """For a block of the function: after it, gradients are computed as before it."""
+        is_graded = self._is_graded
+        yield
+        self._is_graded = is_graded
+
     def enter(self, context: ast.expr) -> None:
-        """A block begins, in which there may be no gradients."""
-        self.is_graded &= _last_name(getattr(context, "func", context)) not in GRADELESS
+        """The block enters this, in which there may be no gradients."""
+        self._is_graded &= _last_name(getattr(context, "func", context)) not in GRADELESS
 
     def switch(self, module: str, mode: str) -> None:
         """``train()`` or ``eval()`` of a module is called."""
@@ -76,7 +82,7 @@ class Trained:
     def by_call(self, function: str, owner: Any) -> bool:
         """Whether what is called there is trained, or trains, or is a method of such an `owner`."""
         called = self._value_of(function)
-        if not self.is_graded and isinstance(called, torch.nn.Module):
+        if not self._is_graded and isinstance(called, torch.nn.Module):
             return self.is_training(function) and any(each._buffers for each in called.modules())
         return trains(called) or trains(owner)
 
