@@ -28,6 +28,7 @@ from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_fo
 from holdfast.snapshot.step.flow import Carries
 from holdfast.snapshot.step.gradients import STEPS_NOTED, Ahead, Forgotten, holding
 from holdfast.snapshot.step.position import Position
+from holdfast.snapshot.step.syntax import shown
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.unstepped import Unstepped
 from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables, feeding
@@ -385,12 +386,12 @@ class FirstTurns:
         if found.again:
             log.warning(AGAIN, some([str(line) for line in sorted(found.again)]))
         carried = found.objects | found.environments | found.carried | found.updated
-        if names := [f"{name} ({line})" for name, line in carried.items()]:
+        if names := [f"{shown(name)} ({line})" for name, line in carried.items()]:
             log.warning(CARRIED, some(names), some(lines_for(found)))
             if self._changing is not None:
                 self._changing.leave_out(carried)
         if found.iterators:
-            names = [f"{name} ({line})" for name, line in found.iterators.items()]
+            names = [f"{shown(name)} ({line})" for name, line in found.iterators.items()]
             log.warning(READS_ON, some(names), some(lines_for_iterators(found)))
         elif not self._position.sources and (threads := feeding()):
             log.warning(FEEDING, some(threads))

@@ -171,6 +171,12 @@ def trains_beside_optimizers(value: Any) -> bool:
     return type(value).__module__.startswith(BESIDE_OPTIMIZERS)
 
 
+def is_ours(value: Any) -> bool:
+    """Whether its class is one of the hook's or an integration's, or is made from one."""
+    ours = ("holdfast", "holdfast.snapshot", "holdfast.integrations")
+    return any(package_of(kind.__module__) in ours for kind in type(value).__mro__)
+
+
 def is_code(value: Any) -> bool:
     """Whether it is a function, a method, or a partial of these."""
     return isinstance(value, _CODE)

@@ -13,6 +13,7 @@ __all__ = [
     "own_time",
     "position",
     "source",
+    "syntax",
     "turns",
     "unstepped",
     "variables",

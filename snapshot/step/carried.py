@@ -22,7 +22,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.adapter import entered
@@ -40,20 +39,23 @@ from holdfast.snapshot.step.script import (
     helper_called,
     helper_of,
     is_environment,
-    is_ours,
     reads_on,
     renamed,
 )
 from holdfast.snapshot.step.syntax import (
     Function,
+    by_script,
     called_in,
     function_of,
+    in_script,
+    is_in_script,
     loops_at,
     outlives,
     owners_of,
     parts_of,
     path_of,
     root_of,
+    shown,
     sources_in,
     stepped_in,
 )
@@ -62,6 +64,7 @@ from holdfast.snapshot.step.variables import (
     line_for_attribute,
     line_for_object,
     name_of,
+    stands_alone,
     users_frames,
 )
 
@@ -70,9 +73,6 @@ SEVERAL = 4
 
 LOOKS_ON = re.compile(r"(?:^|[._])(?:eval|valid|test|show|render|record)")
 """What has such a name does not act in an environment to train."""
-
-KEPT = (torch.nn.Module, torch.optim.Optimizer, DataLoader)
-"""Types of what a restart makes again, and the hook may be given."""
 
 log = get_log(__name__)
 
@@ -188,7 +188,7 @@ class Following:
         self._running = [each for frame in users_frames() if (each := _running(frame, at.get(frame))) is not None]
         self._functions = [each.function for each in self._running]  # each of them is looked into
         self._called: list[Function] = []  # by these, and looked into on the way
-        self._returned: Returned = {}  # is found first, and then read by every `Flow`
+        self._returned: dict[tuple[Function, str], dict[str, int]] = {}  # what calls of functions by name give back
         # What functions update from what it was, by who holds it, as others may read it: what gives its name, and the
         # line.
         self._kept: dict[tuple[object, str], tuple[Callable[[], str], int]] = {}
@@ -196,7 +196,7 @@ class Following:
     def all(self) -> Carries:
         """What all functions carry."""
         ran = [(call, helper) for call in self._calls if (helper := helper_called(call)) is not None]
-        self._returned = self._returned_by(ran)
+        self._follow_results(ran)
         by_library = set(frames_called_by_a_library())
         innermost = [each for each in self._running if each.frame in by_library]
         if any(each.turns for each in innermost):
@@ -217,6 +217,7 @@ class Following:
             found.add(Carries(self._read_in(helper, call.gives)))
         for named in (found.carried, found.environments):
             named.pop("", None)  # what the caller has no name for
+        found.carried = renamed(found.carried, by_script)
         whole = found.carried.keys() | found.objects.keys()
         found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
@@ -233,15 +234,19 @@ class Following:
             return (name_of(held[root]).partition(".")[2] or root) + path[len(root) :]
         return path
 
-    def _returned_by(self, ran: Collection[tuple[Call, Helper]]) -> Returned:
-        """What the results of the functions that ran depend on, of what these carry from call to call."""
-        found: dict[tuple[Function, str], dict[str, int]] = {}
+    def _follow_results(self, ran: Collection[tuple[Call, Helper]]) -> None:
+        """Note what the results of the functions that ran depend on, of what these, and those that they call, keep from
+        call to call, for themselves or for others. They ran before what calls them had ended, so they come first."""
         for call, helper in ran:
-            carried = self._in_helper(helper, True, partial(self._name_in_script, call)).carried
-            caller = function_of(call.caller, call.variables) if carried else None
-            if caller is not None:
-                found.setdefault((caller, call.code.co_name), {}).update(carried)
-        return found
+            self._note_result(call, self._in_helper(helper, True, partial(self._name_in_script, call)).carried)
+        for call, helper in ran:
+            self._note_result(call, self._read_in(helper, True))
+
+    def _note_result(self, call: Call, carried: Mapping[str, int]) -> None:
+        caller = function_of(call.caller, call.variables) if carried else None
+        if caller is not None:
+            found = {in_script(path): line for path, line in carried.items() if path}
+            self._returned.setdefault((caller, call.code.co_name), {}).update(found)
 
     def _returned_to(self, running: Function | None = None) -> Returned:
         """What was returned to this function, and to those that do not run now: of the others that do, variables tell
@@ -276,7 +281,7 @@ class Following:
                 found.carried |= self._uncaptured(values, helper.writes)
         for owner in {path.rpartition(".")[0] for path in found.carried} - {""}:
             within = [path for path in found.carried if path.startswith(f"{owner}.")]
-            if len(within) >= SEVERAL and _stands_alone(values.of(owner)):
+            if len(within) >= SEVERAL and (held := values.of(owner)) is not MISSING and stands_alone(held):
                 found.objects[owner] = min(found.carried.pop(path) for path in within)
         dicts = {path.rpartition("[")[0] for path in found.carried} - {""}
         found.mixed |= {each.called(path) for path in dicts if _is_mixed(values.of(path))}
@@ -325,7 +330,8 @@ class Following:
         read = {path: self._kept[place] for path in known if (place := _place_of(values, path)) in self._kept}
         flow = Flow(helper.function, values, self._named, {}, gives=gives, given=sorted(read), returned=returned)
         carried, _ = _by_kind(values, {path: read[path][1] for path in flow.found.carried.keys() & read.keys()})
-        return {read[path][0](): line for path, line in carried.items()}
+        passed_on = {path: line for path, line in flow.found.carried.items() if is_in_script(path)}
+        return {read[path][0](): line for path, line in carried.items()} | passed_on
 
     def _uncaptured(self, values: RunningValues, paths: Mapping[str, int]) -> dict[str, int]:
         """Those of the paths that stand for nothing that is captured."""
@@ -339,12 +345,6 @@ def _by_kind(values: RunningValues, carried: Mapping[str, int]) -> tuple[dict[st
     read_on = {path: values.of(path) for path in carried if reads_on(values.of(path))}
     iterators = {f"{path}[i]" if isinstance(held, PLAIN) else path: carried[path] for path, held in read_on.items()}
     return {path: line for path, line in carried.items() if path not in read_on}, iterators
-
-
-def _stands_alone(value: Any) -> bool:
-    """Whether an object, such as an environment or a buffer of experience, has nothing that is kept in another way."""
-    held = [value, *getattr(value, "__dict__", {}).values()]
-    return value is not MISSING and not any(isinstance(each, KEPT) or is_ours(each) for each in held)
 
 
 def _is_mixed(value: Any) -> bool:
@@ -378,11 +378,11 @@ def lines_for(found: Carries) -> list[str]:
             else:
                 line = f"get=lambda: dict({owner}), set={owner}.update"
             lines[f'snap.track("{name}", {line})'] = None
-    return sorted(lines)
+    return sorted(map(shown, lines))
 
 
 def lines_for_iterators(found: Carries) -> list[str]:
     """The lines that make what is read on from go on after a restart."""
     names = [(path, path.rpartition(".")[2]) for path in found.iterators]
     texts = [(path, f'f"{name[:-3]}{{i}}"' if name.endswith("[i]") else f'"{name}"') for path, name in names]
-    return [f"{path} = iter(snap.data(lambda: ..., name={text}))" for path, text in texts]
+    return [shown(f"{path} = iter(snap.data(lambda: ..., name={text}))") for path, text in texts]

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.snapshot.state.walk import is_users_own
+from holdfast.snapshot.state.walk import is_ours, is_users_own
 from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
-from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, is_ours, read_by, read_in
+from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, read_by, read_in
 from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
     called_in,
     changed_by,
     innermost_path,
+    is_in_script,
     name_of_call,
     outlives,
     parts_of,
@@ -134,7 +135,7 @@ class Flow:
         self._gives = gives
         self._within: dict[tuple[str, bool], Flow] = {}  # see `_inside`
         lines = dict.fromkeys(given, 0) | self._assigned_in(turns or [function])
-        self._trace = Trace(function, values, named, lines, returned, self._given_by)
+        self._trace = Trace(function, values, named, lines, self._returned_by, self._given_by)
         self._trained = Trained(values)
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._loops: list[ast.AST] = []
@@ -328,8 +329,14 @@ class Flow:
         helper = self._helpers.get(path)
         if helper is None:
             return self._trace.read_through(read_by(path, function, self._trace.shared))
-        used = self._inside(path, helper, gives=True).used() - {*helper.arguments}
-        return NONE.union(*(self._trace.at(helper.called_outside(each)) for each in used))
+        inside = self._inside(path, helper, gives=True)
+        used = inside.used() - {*helper.arguments}
+        others = {each: line for each, line in inside.found.carried.items() if is_in_script(each)}
+        return self._trace.know(others).union(*(self._trace.at(helper.called_outside(each)) for each in used))
+
+    def _returned_by(self, call: ast.Call) -> Mapping[str, int]:
+        followed = path_of(call.func) in self._helpers
+        return {} if followed else self._returned.get((self._function, name_of_call(call)), {})
 
     def kept(self) -> dict[str, int]:
         """What the function updates from what it was, and so keeps for others, too; with lines."""

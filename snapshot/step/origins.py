@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from holdfast.snapshot.step.script import FED, MISSING, Named, Reading, RunningValues, is_ours
-from holdfast.snapshot.step.syntax import Function, bound_in, globals_of, name_of_call, owners_of, path_of, root_of
+from holdfast.snapshot.state.walk import is_ours
+from holdfast.snapshot.step.script import FED, MISSING, Named, Reading, RunningValues
+from holdfast.snapshot.step.syntax import Function, bound_in, globals_of, owners_of, path_of, root_of
 
 Origins = frozenset[str]
 
@@ -42,7 +43,8 @@ class Trace:
         values: the values of its variables as it runs.
         named: what is captured, or is no state.
         lines: the paths that are followed, with the first line that assigns each.
-        returned: what has run, for calls whose function has no path here, as ``phases[i].step()``.
+        returned: what the result of a call, whose function is not followed here, depends on: paths of the script, with
+            lines.
         given_by: what the result of the function in a path depends on, beside its arguments.
 
     Attributes:
@@ -57,7 +59,7 @@ class Trace:
         values: RunningValues,
         named: Named,
         lines: Mapping[str, int],
-        returned: Returned,
+        returned: Callable[[ast.Call], Mapping[str, int]],
         given_by: Callable[[str, Any], Origins],
     ) -> None:
         self.now: dict[str, Origins] = {}
@@ -88,6 +90,11 @@ class Trace:
     def set(self, path: str, origins: Origins) -> None:
         """Another value is in a path now."""
         self.now[path] = origins
+
+    def know(self, lines: Mapping[str, int]) -> Origins:
+        """There are these paths of the script, too."""
+        self.lines = {**lines, **self.lines}
+        return frozenset(lines)
 
     def keep(self, is_kept: Callable[[str], bool]) -> None:
         """What is in other paths is gone."""
@@ -130,10 +137,8 @@ class Trace:
                     found.add(path)
                 elif callable(value) and not isinstance(value, type | torch.nn.Module):
                     found |= self._given_by(path, value)
-            if isinstance(each, ast.Call) and self._values.of(path_of(each.func)) is MISSING:
-                others = self._returned.get((self._function, name_of_call(each)), {})
-                self.lines = {**others, **self.lines}
-                found |= others.keys()
+            if isinstance(each, ast.Call):
+                found |= self.know(self._returned(each))
         return frozenset(found)
 
     def of_all(self, nodes: Iterable[ast.AST]) -> Origins:

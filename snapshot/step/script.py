@@ -29,9 +29,9 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.walk import (
     is_captured_as_such,
     is_code,
+    is_ours,
     is_plain,
     is_users_own,
-    package_of,
     referred,
     walk,
 )
@@ -41,6 +41,7 @@ from holdfast.snapshot.step.syntax import (
     assigned_in,
     called_in,
     function_of,
+    is_in_script,
     outlives,
     owners_of,
     parts_of,
@@ -85,7 +86,8 @@ class RunningValues:
     def of(self, path: str) -> Any:
         """The value of a path, or `MISSING`."""
         if path not in self._known:
-            self._known[path] = self._at(ast.parse(path, mode="eval").body) if path else MISSING
+            is_own = path and not is_in_script(path)
+            self._known[path] = self._at(ast.parse(path, mode="eval").body) if is_own else MISSING
         return self._known[path]
 
     def _at(self, node: ast.expr) -> Any:
@@ -217,11 +219,6 @@ def is_environment(value: Any) -> bool:
     """Whether an object is an environment of a library, as gymnasium's are. Those of the user's own are looked into."""
     acts = all(callable(getattr(type(value), name, None)) for name in ("reset", "step"))
     return acts and not (is_users_own(value) or is_captured_as_such(value))
-
-
-def is_ours(value: Any) -> bool:
-    ours = ("holdfast", "holdfast.snapshot", "holdfast.integrations")
-    return any(package_of(kind.__module__) in ours for kind in type(value).__mro__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Questions about the source of a function: what it assigns, calls and changes, and which loops are where.
 
-A *path* is the text of a variable, an attribute of one, or an entry under a constant, as ``self.state['n']``.
+A *path* is the text of a variable, an attribute of one, or an entry under a text or an integer, as
+``self.state['n']``. In a text, dots and brackets are escaped, so those of a path are where its parts begin. What only
+other functions know has a path that begins with a dot: what the script calls it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ MUTATES = frozenset(
 
 
 def path_of(node: ast.AST) -> str:
-    """``self.state['n']``: the text of a variable, an attribute of one, or an entry under a constant; else empty."""
+    """The path that an expression is, as ``self.state['n']``; else empty."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -50,8 +52,37 @@ def path_of(node: ast.AST) -> str:
         return f"{inner}.{node.attr}" if inner else ""
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         inner = path_of(node.value)
-        return f"{inner}[{node.slice.value!r}]" if inner else ""
+        return f"{inner}[{key}]" if inner and (key := _escaped(node.slice.value)) else ""
     return ""
+
+
+ESCAPES = {each: f"\\x{ord(each):02x}" for each in ".[]"}
+
+
+def _escaped(key: object) -> str:
+    return "".join(ESCAPES.get(each, each) for each in repr(key)) if isinstance(key, str | int) else ""
+
+
+def shown(text: str) -> str:
+    """A text with paths, as the script writes them."""
+    for each, escape in ESCAPES.items():
+        text = text.replace(escape, each)
+    return text
+
+
+def in_script(path: str) -> str:
+    """A path for what the script calls so, in whatever function."""
+    return path if is_in_script(path) else f".{path}"
+
+
+def is_in_script(path: str) -> bool:
+    """Whether it is what the script calls something, which the function itself may not know."""
+    return path.startswith(".")
+
+
+def by_script(path: str) -> str:
+    """What the script calls a path."""
+    return path.removeprefix(".")
 
 
 def root_of(path: str) -> str:

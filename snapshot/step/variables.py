@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, dropwhile, takewhile
@@ -39,6 +39,7 @@ from holdfast.snapshot.state.walk import (
     is_captured_as_such,
     is_code,
     is_installed,
+    is_ours,
     is_users_own,
     package_of,
     trains_beside_optimizers,
@@ -50,6 +51,7 @@ MOST = 5000
 """Maximum number of objects that are looked into."""
 
 READ_THROUGH = (DataLoader, Dataset, Sampler)
+"""Types of what has a place in the data, which is kept as such."""
 
 
 def is_users_frame(frame: FrameType) -> bool:
@@ -155,7 +157,7 @@ class ChangingVariables:
 
     def look(self) -> list[tuple[str, str]]:
         """Called in every step. Returns what to report: how the script calls it, and the line that it needs."""
-        found = {name: which for name, which in self._changing.look() if name not in self._told}
+        found = {name: which for name, which in self._changing.look() if self._told.isdisjoint(_names(name, which))}
         self._told |= found.keys()
         return [(name, _line(name, which, name in self._with_state)) for name, which in found.items()]
 
@@ -167,13 +169,14 @@ class ChangingVariables:
         known, kept = self._known(), self._kept
         self._kept = []
         found = list(walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST))
+        at = {path: value for path, value, _ in found}
         within_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
         seen = known | within_modules  # tensors of a module are not told of beside it
         for path, value, holder in found:
             if id(value) in known or (holder is not None and id(holder) in known):
                 continue
             name = path.partition(".")[2]
-            if holder is None and _has_state(value):
+            if _has_state(value):
                 self._with_state.add(name)
             if isinstance(value, torch.nn.Module):
                 parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
@@ -186,8 +189,8 @@ class ChangingVariables:
                 continue  # to keep a batch until the next look would take memory for long
             elif part := _sample(value, holder, seen):
                 self._kept.append(value if holder is None else holder)
-                told = name if type(value) in (int, float) else re.split(r"[.\[{]", name, maxsplit=1)[0]
-                yield (told, (path, id(self._kept[-1]))), part
+                told = path if type(value) in (int, float) else _told(path, at)
+                yield (told.partition(".")[2], (path, id(self._kept[-1]))), part
         del kept
 
     def _known(self) -> set[int]:
@@ -200,16 +203,35 @@ class ChangingVariables:
         return {*captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
 
 
+def stands_alone(value: Any) -> bool:
+    """Whether an object, such as an environment or a buffer of experience, has nothing that is kept in another way."""
+    held = [value, *getattr(value, "__dict__", {}).values()]
+    return not any(is_captured_as_such(each) or isinstance(each, READ_THROUGH) or is_ours(each) for each in held)
+
+
+def _told(path: str, at: Mapping[str, Any]) -> str:
+    """What to name for what has changed in a path: the outermost object around it that stands alone, or has a state of
+    its own; else the attribute, or the variable. `at`: what is found where."""
+    told = re.split(r"[\[{]", path, maxsplit=1)[0]
+    while "." in (owner := told.rpartition(".")[0]) and (_has_state(at.get(owner)) or stands_alone(at.get(owner))):
+        told = owner
+    return told
+
+
+def _names(name: str, which: Any) -> set[str]:
+    """Under which names it may have been reported. `which`: see `_line`."""
+    return {name} if isinstance(which, int) else {name, which[0].partition(".")[2]}
+
+
 def _line(name: str, which: Any, has_state: bool) -> str:
     """`which`: the number of a module; else the path of what has changed, and more."""
     if has_state:
-        return f'extra={{"{name}": {name}}}'
+        return f'extra={{"{name.rpartition(".")[2]}": {name}}}'
     if isinstance(which, int):
         return f'snap.track("{name.rpartition(".")[2]}", tensors={name})'
-    if "." in name:
-        return line_for_attribute(name)
-    is_attribute = which[0].partition(".")[2].startswith(f"{name}.")
-    return line_for_object(name) if is_attribute else f'snap.track("{name}", get=lambda: {name}, set=...)'
+    if which[0].partition(".")[2].startswith(f"{name}."):
+        return line_for_object(name)
+    return line_for_attribute(name) if "." in name else f'snap.track("{name}", get=lambda: {name}, set=...)'
 
 
 def line_for_object(path: str, module: str = "pickle") -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -1496,6 +1497,62 @@ def evaluated_now_and_then(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         watching.after_a_turn()
 
 
+class Weighting:
+    """Weighs by the losses that it was told of, some calls below the loop."""
+
+    def __init__(self) -> None:
+        self.history = np.ones((2, 4))
+        self.told = 0.0
+
+    def sample(self) -> float:
+        return float(self.weights()[0])
+
+    def weights(self) -> Any:
+        return self.history.mean(axis=-1)
+
+    def tell(self, loss: float) -> None:
+        self.told += loss
+        self.note(loss)
+
+    def note(self, loss: float) -> None:
+        self.history[0, :-1] = self.history[0, 1:]
+        self.history[0, -1] = loss
+
+
+class Weighted:
+    """Trains with it as libraries do, in methods that call one another."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.weighting = Weighting()
+
+    def train(self, snap: InMemorySnapshot) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            self.turn()
+            yield
+            self.job.step()
+
+    def turn(self) -> None:
+        self.backward()
+        print(self.weighting.told)
+
+    def backward(self) -> None:
+        loss = self.job.model(torch.ones(2, 4)).sum() * self.weighting.sample()
+        loss.backward()
+        self.weighting.tell(loss.item())
+
+
+def with_names_of_several_words(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    sums = {"loss.share[0]": 1.0, "loss.logged": 0.0}
+    for _ in snap.steps(STEPS):
+        loss = job.model(torch.ones(2, 4)).sum() * sums["loss.share[0]"]
+        loss.backward()
+        yield
+        job.step()
+        sums["loss.share[0]"] *= 0.5
+        sums["loss.logged"] += 1.0
+
+
 @pytest.mark.usefixtures("arena")
 def test_a_loop_with_two_optimizers_is_read_too(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
@@ -1568,6 +1625,8 @@ NONE: list[str] = []
         (with_a_target, ['snap.track("target", tensors=target)'], NONE),
         (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
         (with_a_solver_for_each_batch, NONE, NONE),
+        (lambda snap, job: Weighted(job).train(snap), ["self.weighting.history (line"], ["told"]),
+        (with_names_of_several_words, ["sums['loss.share[0]'] (line", "get=lambda: dict(sums)"], ["logged"]),
         (evaluated_now_and_then, ["watching.turns (line", 'track("target", tensors=watching.target)'], NONE),
     ],
 )
