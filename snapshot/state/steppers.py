@@ -102,7 +102,8 @@ class Steppers:
                 path = self._inside.get(id(optimizer), type(optimizer).__qualname__)
                 raise ConfigError(
                     f"{path} steps, but the given optimizer that wraps it does not, so no step would ever end. "
-                    f"Give {path} itself, or call step() of its wrapper"
+                    f"Give {path} itself, or call step() of its wrapper. If the wrapper, too, keeps something from "
+                    "turn to turn, name that, as by snap.track"
                 )
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:

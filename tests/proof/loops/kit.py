@@ -63,7 +63,8 @@ class Bank(nn.Module):
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation in two steps. Only its base optimizer's `step` is called."""
+    """Sharpness-aware minimisation in two steps. Only its base optimizer's `step` is called. It keeps nothing itself
+    from turn to turn, which a hook that is given the base alone would not capture."""
 
     def __init__(self, params: Iterable[Tensor], base: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
         super().__init__(params, {"rho": 0.05, **options})
@@ -83,8 +84,8 @@ class SAM(torch.optim.Optimizer):
     def second_step(self) -> None:
         """Go back, and step with the gradient that was computed at the higher point."""
         for p in self._parameters():
-            if p in self.state:
-                p.copy_(self.state[p]["old"])
+            if (old := self.state[p].pop("old", None)) is not None:
+                p.copy_(old)
         self.base.step()
 
     def _parameters(self) -> Iterator[Tensor]:
