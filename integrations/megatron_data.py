@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from holdfast.integrations.worker_states import copy_worker_states
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import rng
@@ -177,6 +178,7 @@ class Hooked:
     """A loader of the script that reports its own place."""
 
     def __init__(self, owner: Any, save: str, restore: str) -> None:
+        copy_worker_states(owner)
         self._owner = owner
         self._save = save
         self._restore = restore

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.adapters.releases import need_release, warn_of_untried
 from holdfast.integrations.replacing import Replacements, before, guarded
+from holdfast.integrations.worker_states import copy_worker_states
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
@@ -185,6 +186,7 @@ class _Batches:
     """The data loader, its only iterator, and the random generators as they were when that iterator was first made."""
 
     def __init__(self, loader: Any) -> None:
+        copy_worker_states(loader)
         self.loader = loader
         self._made: Iterator[Any] | None = None
         self._at_iter: dict[str, Any] = {}

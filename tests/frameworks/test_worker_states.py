@@ -1,0 +1,80 @@
+"""The places that workers of torchdata's loader report."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset, get_worker_info
+
+from holdfast.integrations.worker_states import copy_worker_states
+
+torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+
+PATIENCE_S = 2.0
+"""How long a state waits until its worker reads on. The last ones wait for nothing."""
+
+
+class Late:
+    """Is pickled only when the worker has read on."""
+
+    def __init__(self, reads_on: threading.Event) -> None:
+        self._reads_on = reads_on
+
+    def __deepcopy__(self, _: Any) -> Late:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._reads_on.wait(PATIENCE_S)
+        return str, ()
+
+
+class Growing(IterableDataset[int]):
+    """Its state has a list that it appends to."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.begun_by: int | None = None
+        self.reads_on: threading.Event | None = None  # of the state that was asked for last
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.read.append(len(self.read))
+            if self.reads_on is not None:
+                self.reads_on.set()
+            yield self.read[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.reads_on = threading.Event()
+        last = self.read[-1] if self.read else None
+        return {"late": Late(self.reads_on), "read": self.read, "last": last, "begun by": self.begun_by}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+def begin(worker: int) -> None:
+    """Called in each worker."""
+    info: Any = get_worker_info()
+    info.dataset.begun_by = worker
+
+
+def test_a_worker_sends_its_state_as_it_was_with_the_batch() -> None:
+    loader = torchdata.StatefulDataLoader(Growing(), batch_size=None, num_workers=1, worker_init_fn=begin)
+    copy_worker_states(loader)
+    batches = iter(loader)
+    for expected in range(4):
+        assert next(batches) == expected
+        (state,) = loader.state_dict()["_snapshot"]["_worker_snapshots"].values()
+        assert (state["dataset_state"]["last"], state["dataset_state"]["begun by"]) == (expected, 0)
+        assert state["dataset_state"]["read"] == list(range(expected + 1))
+
+
+def test_other_loaders_are_left_alone() -> None:
+    loader = torchdata.StatefulDataLoader(Growing(), batch_size=None)
+    copy_worker_states(loader)
+    copy_worker_states([1, 2])
+    assert loader.worker_init_fn is None
