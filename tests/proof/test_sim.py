@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.optim import optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.smp_daemon.shared.plain import encode_digested
 from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.smp_daemon.storage.store import Store
 from holdfast.snapshot.resume import restore
+from holdfast.snapshot.state.adapter import entered
 from tests.proof.sim import __main__ as command
 from tests.proof.sim.campaign import again
 from tests.proof.sim.checks import CHECKS
@@ -174,6 +177,13 @@ def test_a_seed_does_the_same_every_time(simulation: None, seed: int) -> None:
 
 def test_what_a_seed_does_depends_neither_on_the_process_nor_on_what_ran_before() -> None:
     assert again(range(20)) == []
+
+
+def test_who_is_killed_leaves_nothing_on_torch(simulation: None) -> None:
+    making, hooks = _BaseDataLoaderIter.__init__, dict(optimizer._global_optimizer_pre_hooks)
+    killed = sum(simulate(seed).faults["kill-trainer"] for seed in range(1_000_000, 1_000_008))
+    assert killed and not entered
+    assert _BaseDataLoaderIter.__init__ is making and optimizer._global_optimizer_pre_hooks == hooks
 
 
 def test_different_seeds_do_different_things() -> None:

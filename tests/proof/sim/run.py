@@ -7,13 +7,18 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
+
+import torch.jit._recursive
+from torch.optim import optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.shared import limits
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, StateMismatch
+from holdfast.snapshot.state.adapter import entered
 from tests.proof.sim.faults import Faults
 from tests.proof.sim.moves import Moves
 from tests.proof.sim.plan import SeedPlan, draw
@@ -91,6 +96,18 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, *, sized: bo
     return play((draw_sized if sized else draw)(seed), trace=trace)
 
 
+@contextmanager
+def _left_as_it_was() -> Iterator[None]:
+    """A process that is killed takes along what it has put on torch. Here all are one process: without this, the next
+    seeds would go through what every trainer killed so far has left, until the stack was too small for that."""
+    with ExitStack() as stack:
+        for owner, name in ((_BaseDataLoaderIter, "__init__"), (torch.jit._recursive, "create_script_module")):
+            stack.enter_context(patch.object(owner, name, getattr(owner, name)))
+        for held in (entered, optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks):
+            stack.enter_context(patch.dict(held))
+        yield
+
+
 def order_of(plan: SeedPlan) -> Turns:
     """The order in which tasks take turns, as the plan says."""
     seed = f"turns {plan.turns}"
@@ -117,18 +134,19 @@ def play(
     world = World(plan, scheduler)
     if trace is not None:
         logging.disable(logging.NOTSET)
-    try:
-        with wired(), _as_large(plan), world.promptness.listening():
-            _Driver(world).drive()
-    except Violation as violation:
-        if not scheduler.violations:
-            scheduler.violate(*violation.violated)
-    finally:
-        scheduler.unwind()
-        if trace is not None:
-            logging.disable()
-        if next(_runs) % COLLECT_EVERY == 0:
-            gc.collect()
+    with _left_as_it_was():  # also by those that end as the scheduler unwinds
+        try:
+            with wired(), _as_large(plan), world.promptness.listening():
+                _Driver(world).drive()
+        except Violation as violation:
+            if not scheduler.violations:
+                scheduler.violate(*violation.violated)
+        finally:
+            scheduler.unwind()
+            if trace is not None:
+                logging.disable()
+            if next(_runs) % COLLECT_EVERY == 0:
+                gc.collect()
     return SeedReport(
         plan.seed,
         list(scheduler.violations),
