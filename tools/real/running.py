@@ -69,6 +69,8 @@ def execute(run: Run, real: Path | None, pythons: Mapping[str, Path], seed: int)
     result = Result(run.name, run.framework, run.what, run.page, "skipped", ranks=max(1, run.ranks))
     try:
         source = checkout(real, run.checkout) if run.checkout else ROOT
+        if gone := [name for name in run.files if not (source / name).exists()]:
+            raise Absent(f"{source} has no {', '.join(gone)}: its checkout is not whole, or of another time")
         python = interpreter(run.python, pythons)
         result.versions = versions(python, ("torch", *filter(None, (run.package,)), *run.needs))
     except Absent as missing:
