@@ -2,7 +2,7 @@
 
 A worker sends the state of its data with a batch, and reads on while a thread of its queue still pickles that. What a
 data set changes in place, such as a buffer of tokens, is then sent as it is later, and a restart reads other batches.
-torchtitan's text data has such a buffer: on a busy machine, one state in about sixty was wrong.
+torchtitan's text data has such a buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Copying:
     def __call__(self, worker: int) -> None:
         if self.then is not None:
             self.then(worker)
-        from torchdata.stateful_dataloader import worker as running
+        from torchdata.stateful_dataloader import worker as running  # is loaded: this process is one of its workers
 
         make = running._make_state_dict
         running._make_state_dict = lambda *parts: copy.deepcopy(make(*parts))

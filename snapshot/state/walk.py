@@ -172,7 +172,7 @@ def trains_beside_optimizers(value: Any) -> bool:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether its class is one of the hook's or an integration's, or is made from one."""
+    """Whether its class is the hook's or an integration's, or a subclass of one of these."""
     ours = ("holdfast", "holdfast.snapshot", "holdfast.integrations")
     return any(package_of(kind.__module__) in ours for kind in type(value).__mro__)
 

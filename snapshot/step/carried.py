@@ -44,17 +44,17 @@ from holdfast.snapshot.step.script import (
 )
 from holdfast.snapshot.step.syntax import (
     Function,
-    by_script,
     called_in,
     function_of,
-    in_script,
-    is_in_script,
+    is_script_path,
     loops_at,
     outlives,
     owners_of,
     parts_of,
     path_of,
     root_of,
+    script_name,
+    script_path,
     shown,
     sources_in,
     stepped_in,
@@ -217,7 +217,7 @@ class Following:
             found.add(Carries(self._read_in(helper, call.gives)))
         for named in (found.carried, found.environments):
             named.pop("", None)  # what the caller has no name for
-        found.carried = renamed(found.carried, by_script)
+        found.carried = renamed(found.carried, script_name)
         whole = found.carried.keys() | found.objects.keys()
         found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
@@ -236,7 +236,7 @@ class Following:
 
     def _follow_results(self, ran: Collection[tuple[Call, Helper]]) -> None:
         """Note what the results of the functions that ran depend on, of what these, and those that they call, keep from
-        call to call, for themselves or for others. They ran before what calls them had ended, so they come first."""
+        call to call, for themselves or for others. Calls are noted as they end: inner ones come first."""
         for call, helper in ran:
             self._note_result(call, self._in_helper(helper, True, partial(self._name_in_script, call)).carried)
         for call, helper in ran:
@@ -245,7 +245,7 @@ class Following:
     def _note_result(self, call: Call, carried: Mapping[str, int]) -> None:
         caller = function_of(call.caller, call.variables) if carried else None
         if caller is not None:
-            found = {in_script(path): line for path, line in carried.items() if path}
+            found = {script_path(path): line for path, line in carried.items() if path}
             self._returned.setdefault((caller, call.code.co_name), {}).update(found)
 
     def _returned_to(self, running: Function | None = None) -> Returned:
@@ -330,7 +330,7 @@ class Following:
         read = {path: self._kept[place] for path in known if (place := _place_of(values, path)) in self._kept}
         flow = Flow(helper.function, values, self._named, {}, gives=gives, given=sorted(read), returned=returned)
         carried, _ = _by_kind(values, {path: read[path][1] for path in flow.found.carried.keys() & read.keys()})
-        passed_on = {path: line for path, line in flow.found.carried.items() if is_in_script(path)}
+        passed_on = {path: line for path, line in flow.found.carried.items() if is_script_path(path)}
         return {read[path][0](): line for path, line in carried.items()} | passed_on
 
     def _uncaptured(self, values: RunningValues, paths: Mapping[str, int]) -> dict[str, int]:

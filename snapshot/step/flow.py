@@ -25,7 +25,7 @@ from holdfast.snapshot.step.syntax import (
     called_in,
     changed_by,
     innermost_path,
-    is_in_script,
+    is_script_path,
     name_of_call,
     outlives,
     parts_of,
@@ -331,10 +331,11 @@ class Flow:
             return self._trace.read_through(read_by(path, function, self._trace.shared))
         inside = self._inside(path, helper, gives=True)
         used = inside.used() - {*helper.arguments}
-        others = {each: line for each, line in inside.found.carried.items() if is_in_script(each)}
+        others = {each: line for each, line in inside.found.carried.items() if is_script_path(each)}
         return self._trace.know(others).union(*(self._trace.at(helper.called_outside(each)) for each in used))
 
     def _returned_by(self, call: ast.Call) -> Mapping[str, int]:
+        """What the result of a call depends on, by what has run; nothing if its function is followed here."""
         followed = path_of(call.func) in self._helpers
         return {} if followed else self._returned.get((self._function, name_of_call(call)), {})
 

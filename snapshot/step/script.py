@@ -41,7 +41,7 @@ from holdfast.snapshot.step.syntax import (
     assigned_in,
     called_in,
     function_of,
-    is_in_script,
+    is_script_path,
     outlives,
     owners_of,
     parts_of,
@@ -86,7 +86,7 @@ class RunningValues:
     def of(self, path: str) -> Any:
         """The value of a path, or `MISSING`."""
         if path not in self._known:
-            is_own = path and not is_in_script(path)
+            is_own = path and not is_script_path(path)
             self._known[path] = self._at(ast.parse(path, mode="eval").body) if is_own else MISSING
         return self._known[path]
 

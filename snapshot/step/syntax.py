@@ -57,6 +57,7 @@ def path_of(node: ast.AST) -> str:
 
 
 ESCAPES = {each: f"\\x{ord(each):02x}" for each in ".[]"}
+"""How what divides a path is written within a key."""
 
 
 def _escaped(key: object) -> str:
@@ -70,18 +71,18 @@ def shown(text: str) -> str:
     return text
 
 
-def in_script(path: str) -> str:
-    """A path for what the script calls so, in whatever function."""
-    return path if is_in_script(path) else f".{path}"
+def script_path(name: str) -> str:
+    """The path, in any function, of what the script calls so."""
+    return name if is_script_path(name) else f".{name}"
 
 
-def is_in_script(path: str) -> bool:
-    """Whether it is what the script calls something, which the function itself may not know."""
+def is_script_path(path: str) -> bool:
+    """Whether the script calls something so, and the function may have no name for it."""
     return path.startswith(".")
 
 
-def by_script(path: str) -> str:
-    """What the script calls a path."""
+def script_name(path: str) -> str:
+    """What the script calls it; a path of a function's own stays as it is."""
     return path.removeprefix(".")
 
 

@@ -51,7 +51,7 @@ MOST = 5000
 """Maximum number of objects that are looked into."""
 
 READ_THROUGH = (DataLoader, Dataset, Sampler)
-"""Types of what has a place in the data, which is kept as such."""
+"""Types that data is read through: the hook keeps their place in the data."""
 
 
 def is_users_frame(frame: FrameType) -> bool:
@@ -157,7 +157,9 @@ class ChangingVariables:
 
     def look(self) -> list[tuple[str, str]]:
         """Called in every step. Returns what to report: how the script calls it, and the line that it needs."""
-        found = {name: which for name, which in self._changing.look() if self._told.isdisjoint(_names(name, which))}
+        found = {
+            name: which for name, which in self._changing.look() if self._told.isdisjoint(_reported_as(name, which))
+        }
         self._told |= found.keys()
         return [(name, _line(name, which, name in self._with_state)) for name, which in found.items()]
 
@@ -189,7 +191,7 @@ class ChangingVariables:
                 continue  # to keep a batch until the next look would take memory for long
             elif part := _sample(value, holder, seen):
                 self._kept.append(value if holder is None else holder)
-                told = path if type(value) in (int, float) else _told(path, at)
+                told = path if type(value) in (int, float) else _owner_of(path, at)
                 yield (told.partition(".")[2], (path, id(self._kept[-1]))), part
         del kept
 
@@ -209,7 +211,7 @@ def stands_alone(value: Any) -> bool:
     return not any(is_captured_as_such(each) or isinstance(each, READ_THROUGH) or is_ours(each) for each in held)
 
 
-def _told(path: str, at: Mapping[str, Any]) -> str:
+def _owner_of(path: str, at: Mapping[str, Any]) -> str:
     """What to name for what has changed in a path: the outermost object around it that stands alone, or has a state of
     its own; else the attribute, or the variable. `at`: what is found where."""
     told = re.split(r"[\[{]", path, maxsplit=1)[0]
@@ -218,7 +220,7 @@ def _told(path: str, at: Mapping[str, Any]) -> str:
     return told
 
 
-def _names(name: str, which: Any) -> set[str]:
+def _reported_as(name: str, which: Any) -> set[str]:
     """Under which names it may have been reported. `which`: see `_line`."""
     return {name} if isinstance(which, int) else {name, which[0].partition(".")[2]}
 

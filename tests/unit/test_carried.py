@@ -1542,7 +1542,7 @@ class Weighted:
         self.weighting.tell(loss.item())
 
 
-def with_names_of_several_words(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+def with_dots_and_brackets_in_keys(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     sums = {"loss.share[0]": 1.0, "loss.logged": 0.0}
     for _ in snap.steps(STEPS):
         loss = job.model(torch.ones(2, 4)).sum() * sums["loss.share[0]"]
@@ -1626,7 +1626,7 @@ NONE: list[str] = []
         (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
         (with_a_solver_for_each_batch, NONE, NONE),
         (lambda snap, job: Weighted(job).train(snap), ["self.weighting.history (line"], ["told"]),
-        (with_names_of_several_words, ["sums['loss.share[0]'] (line", "get=lambda: dict(sums)"], ["logged"]),
+        (with_dots_and_brackets_in_keys, ["sums['loss.share[0]'] (line", "get=lambda: dict(sums)"], ["logged"]),
         (evaluated_now_and_then, ["watching.turns (line", 'track("target", tensors=watching.target)'], NONE),
     ],
 )

@@ -114,6 +114,7 @@ def order_of(plan: SeedPlan) -> Turns:
     return Priorities(seed, plan.span) if plan.order == "priorities" else Uniform(seed, plan.chance)
 
 
+@_left_as_it_was()  # also by those that end as the scheduler unwinds
 def play(
     plan: SeedPlan,
     order: Turns | None = None,
@@ -134,19 +135,18 @@ def play(
     world = World(plan, scheduler)
     if trace is not None:
         logging.disable(logging.NOTSET)
-    with _left_as_it_was():  # also by those that end as the scheduler unwinds
-        try:
-            with wired(), _as_large(plan), world.promptness.listening():
-                _Driver(world).drive()
-        except Violation as violation:
-            if not scheduler.violations:
-                scheduler.violate(*violation.violated)
-        finally:
-            scheduler.unwind()
-            if trace is not None:
-                logging.disable()
-            if next(_runs) % COLLECT_EVERY == 0:
-                gc.collect()
+    try:
+        with wired(), _as_large(plan), world.promptness.listening():
+            _Driver(world).drive()
+    except Violation as violation:
+        if not scheduler.violations:
+            scheduler.violate(*violation.violated)
+    finally:
+        scheduler.unwind()
+        if trace is not None:
+            logging.disable()
+        if next(_runs) % COLLECT_EVERY == 0:
+            gc.collect()
     return SeedReport(
         plan.seed,
         list(scheduler.violations),
