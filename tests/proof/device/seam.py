@@ -251,6 +251,7 @@ class SeamOutcome:
         steps: number of steps of the loop.
         taken: steps whose slot was sealed.
         wrong: names and steps of tensors that differ from the twin's.
+        early: which of them are what the twin had a step before.
         given_up: number of snapshots that were given up because they would not have been exact.
         changed: how many of them because the hook saw that the state changed while it was copied.
         failure: the error that ended the loop, if any.
@@ -259,6 +260,7 @@ class SeamOutcome:
     steps: int
     taken: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    early: list[str] = field(default_factory=list)
     given_up: int = 0
     changed: int = 0
     failure: str = ""
@@ -379,7 +381,10 @@ def observe(device: SeamDevice, loop: SeamLoop, wanted: dict[int, State], arena:
         form, step = copy.order.form, copy.snapshot.step
         assert copy.slot is not None
         held = {_bytes(read_leaf(copy.slot.view, offset, leaf)) for offset, leaf in form.offsets.values()}
-        outcome.wrong += [f"{name} of step {step}" for name, content in wanted[step].items() if content not in held]
+        wrong = [name for name, content in wanted[step].items() if content not in held]
+        outcome.wrong += [f"{name} of step {step}" for name in wrong]
+        before = wanted.get(step - 1, {})
+        outcome.early += [f"{name} of step {step}" for name in wrong if before.get(name) in held]
         seal(copier, copy)
         outcome.taken.append(step)
 
@@ -505,8 +510,9 @@ class Fault:
 
 
 def _of_the_step_before(outcome: SeamOutcome) -> bool:
-    """Copies came too early, and held what the step before had not computed yet."""
-    return outcome.changed > 0 or any(name.endswith("weight") for name in outcome.wrong_names)
+    """Copies came too early: the step before had not computed yet what they should hold. The hook may see that itself.
+    Which tensors depends on how soon the host queues the copies; those at the beginning of a step always come early."""
+    return outcome.changed > 0 or bool(outcome.early)
 
 
 def _of_the_step(outcome: SeamOutcome) -> bool:
