@@ -13,11 +13,13 @@ from holdfast.cli.status import check_answers, gather
 from holdfast.smp_daemon.coding.regroup import Drained
 from holdfast.smp_daemon.net.peers import PeerClient
 from holdfast.smp_daemon.ops.overview import Overview, look
+from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.shared.addresses import parse_spares
 from holdfast.smp_daemon.shared.errors import ConfigError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.messages import LONGEST_S, Drain
 from holdfast.smp_daemon.shared.plain import from_plain, to_plain
-from holdfast.smp_daemon.shared.sources import Address
+from holdfast.smp_daemon.shared.quantities import duration
 
 MARGIN_S = 10.0
 """How much longer than the drain's own deadline to wait for its answer, in seconds."""
@@ -44,7 +46,10 @@ def add(commands: Any) -> None:
         help="wait for trainers to go, for as long as --deadline says, instead of having them end",
     )
     drain.add_argument(
-        "--deadline", type=deadline_up_to(LONGEST_S), default="10min", metavar="TIME", help="at most 1h (default 10min)"
+        "--deadline",
+        type=deadline_up_to(LONGEST_S),
+        metavar="TIME",
+        help="at most 24h (default: 10min, and as long as the node's bytes take at 100 MB/s)",
     )
     add_json(drain)
     drain.set_defaults(run=run)
@@ -54,13 +59,20 @@ def run(parsed: argparse.Namespace) -> int:
     """``holdfast drain``."""
     overview = _job_of(parsed)
     overview.check_let_in()
-    address = _address_of(overview, parsed.node)
+    status = _status_of(overview, parsed.node)
     spares = parse_spares(parsed.to)
-    message = Drain(job=overview.job, deadline_s=parsed.deadline, spares=spares, wait=parsed.wait)
+    deadline_s = parsed.deadline or min(move_deadline(status.arena_bytes), LONGEST_S)
+    message = Drain(job=overview.job, deadline_s=deadline_s, spares=spares, wait=parsed.wait)
     out = sys.stderr if parsed.json == "-" else sys.stdout
-    print(f"moving what {parsed.node} holds of job {overview.job}", file=out, flush=True)
+    print(
+        f"moving what {parsed.node} holds of job {overview.job}, for at most {duration(deadline_s)}",
+        file=out,
+        flush=True,
+    )
     with PeerClient(overview.job) as peers:
-        drained = from_plain(Drained, peers.ask(address, message, parsed.deadline + MARGIN_S), "what became of a drain")
+        drained = from_plain(
+            Drained, peers.ask(status.inventory.control, message, deadline_s + MARGIN_S), "what became of a drain"
+        )
     print(sentence(parsed.node, drained), file=out)
     write_json(parsed.json, {"job": overview.job, "node": parsed.node, **to_plain(drained)})
     return 0
@@ -117,10 +129,10 @@ def _names(overview: Overview) -> set[str]:
     return {status.inventory.node for status in overview.statuses} | set(overview.silent)
 
 
-def _address_of(overview: Overview, node: str) -> Address:
+def _status_of(overview: Overview, node: str) -> Status:
     for status in overview.statuses:
         if status.inventory.node == node:
-            return status.inventory.control
+            return status
     refusal = overview.refused.get(node)
     why = f": {refusal}: {refusal.fix}" if refusal else " does not answer"
     raise SmpUnavailable(

@@ -519,16 +519,15 @@ class SmpClient(SmpConnection):
             said = messages.Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
-    def leave(self, deadline_s: float) -> None:
+    def leave(self) -> None:
         """Have the SMP move what it holds to other nodes, while all trainers of the job hold still. Blocks until it
-        has, for `deadline_s` at most, or `ANSWER_S` more if it does not respond.
+        has, for as long as the bytes of its arena may take, or `ANSWER_S` more if it does not respond.
 
         Raises:
             DeadlineExceeded, ConfigError: see `coding.moving.Draining.hand_over`.
         """
-        self._call(
-            messages.Leave(epoch=self.epoch, deadline_s=min(deadline_s, messages.LONGEST_S)), deadline_s + ANSWER_S
-        )
+        deadline_s = min(self._read_deadline("*"), messages.LONGEST_S)
+        self._call(messages.Leave(epoch=self.epoch, deadline_s=deadline_s), deadline_s + ANSWER_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.shared.counters.COUNTS`."""
@@ -545,7 +544,7 @@ class SmpClient(SmpConnection):
         )
 
     def _read_deadline(self, names: str) -> float:
-        """Timeout for an SMP to read the files of its arena with such names."""
+        """Timeout for an SMP to read or move the files of its arena with such names."""
         length = 0
         for path in self.arena.glob(names):
             with suppress(FileNotFoundError):  # it is deleted meanwhile

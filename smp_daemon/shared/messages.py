@@ -25,7 +25,7 @@ MAX_TERMS = 255
 """Most nodes in a chain: no code has more units in a stripe."""
 
 Microseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_US)]
-LONGEST_S = 3600.0
+LONGEST_S = 86400.0
 """Longest time that a message may name: nothing is waited for, or put off, for longer on a peer's word."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Speaks = tuple[Count, Count]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -181,6 +181,20 @@ class TestANodeThatIsDrained:
         assert json.loads(capsys.readouterr().out)["snapshot"] is None
         assert smp.wait_end() == 0
 
+    def test_trainers_hold_still_for_as_long_as_the_bytes_of_the_node_may_take(
+        self, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, run = ground.job([[3000], [3000]], protect="1+1")
+        client, sent = run["dp0"].client, list[Any]()
+        monkeypatch.setattr(client, "_call", lambda message, deadline_s: sent.append((message.deadline_s, deadline_s)))
+        for length in (1000, 10**12):
+            with (client.arena / "slot.of-a-large-node").open("wb") as file:
+                file.truncate(length)
+            client.leave()
+        (least, waits), (most, longest) = sent
+        assert least < waits < 1000
+        assert 10_000 < most < longest
+
     def test_asks_trainers_to_end_and_hands_over_while_they_hold_still(self, ground: Ground) -> None:
         smps, run = ground.job([[3000 + i] for i in range(3)], protect="2+1")
         run.protect(1)
@@ -189,7 +203,7 @@ class TestANodeThatIsDrained:
         draining = ground.meanwhile(drain, ground, "node1")
         await_that(lambda: trainer.client.board.leaving)
         assert not run["dp0"].client.board.leaving
-        trainer.client.leave(DEADLINE_S)
+        trainer.client.leave()
         held = {coord for name in ("dp0", "dp2") for _, coord in run[name].client.inventory().shards}
         assert held == {"dp0", "dp1", "dp2"}
         leave(run)
@@ -231,8 +245,8 @@ class TestANodeThatIsDrained:
 
 
 def test_a_drain_takes_at_most_as_long_as_its_message_may_say(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drain", "node0", "--deadline", "61min"]) == 2
-    assert "--deadline: '61min' is longer" in capsys.readouterr().err
+    assert main(["drain", "node0", "--deadline", "25h"]) == 2
+    assert "--deadline: '25h' is longer" in capsys.readouterr().err
 
 
 class Silent(PeerClient):
