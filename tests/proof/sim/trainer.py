@@ -101,7 +101,12 @@ class SimMember(Agreement):
         return everyones if among is None else [everyones[rank] for rank in among]
 
     def patiently(self, work: Callable[[], T]) -> T:
-        return work()
+        done = list[T]()
+        failure = failure_of(lambda: done.append(work()), HoldfastError)
+        self._collect(self._post(None))
+        if failure is not None:
+            raise failure
+        return done[0]
 
     def spread(self, sets: object, pieces: Sequence[tuple[int, torch.Tensor]], nodes: object) -> None:
         turn = self._post({at: tensor.clone() for at, (rank, tensor) in enumerate(pieces) if rank == self.rank})
