@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.adapters.releases import need_release, warn_of_untried
 from holdfast.integrations.replacing import Replacements, before, guarded
-from holdfast.integrations.worker_states import copy_worker_states
+from holdfast.snapshot.state.worker_states import copy_worker_states
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks

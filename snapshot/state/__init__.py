@@ -17,4 +17,5 @@ __all__ = [
     "tracked",
     "values",
     "walk",
+    "worker_states",
 ]

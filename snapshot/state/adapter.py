@@ -26,6 +26,7 @@ from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
+from holdfast.snapshot.state.worker_states import copy_worker_states
 
 log = get_log(__name__)
 
@@ -68,6 +69,8 @@ class Adapter:
             for name, part in ({} if extra is None else extra).items()
             if part is not None
         }
+        for part in self._extra.values():
+            copy_worker_states(part)
         self._tracked: dict[str, Tracked] = {}
         with_extra_state(self._roots())  # raises now rather than with the first snapshot
         _warn_of_own_tensors(self._roots())
@@ -96,6 +99,7 @@ class Adapter:
         """Add a piece of state. Raises `ConfigError` if its name is taken."""
         if piece.name in self._tracked:
             raise ConfigError(f"track({piece.name!r}): there is one of that name already")
+        copy_worker_states(getattr(piece.get, "__self__", None))
         self._tracked[piece.name] = piece
 
     def rebuild(self, at: At) -> None:

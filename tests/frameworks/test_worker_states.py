@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast.integrations.worker_states import copy_worker_states
+from holdfast import InMemorySnapshot
+from holdfast.snapshot.state.worker_states import copy_worker_states
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -62,9 +66,41 @@ def begin(worker: int) -> None:
     info.dataset.begun_by = worker
 
 
-def test_a_worker_sends_its_state_as_it_was_with_the_batch() -> None:
-    loader = torchdata.StatefulDataLoader(Growing(), batch_size=None, num_workers=1, worker_init_fn=begin)
+class Data:
+    """A job's data, with a loader in it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.train = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"train": self.train.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.train.load_state_dict(state["train"])
+
+
+def as_extra(loader: Any, hook: Callable[..., InMemorySnapshot]) -> None:
+    hook(extra={"loader": loader})
+
+
+def within_an_extra(loader: Any, hook: Callable[..., InMemorySnapshot]) -> None:
+    hook(extra={"data": Data(loader)})
+
+
+def tracked(loader: Any, hook: Callable[..., InMemorySnapshot]) -> None:
+    hook().track("loader", get=loader.state_dict, set=loader.load_state_dict)
+
+
+def by_an_integration(loader: Any, hook: Callable[..., InMemorySnapshot]) -> None:
     copy_worker_states(loader)
+    as_extra(loader, hook)
+
+
+@pytest.mark.parametrize("given", [as_extra, within_an_extra, tracked, by_an_integration])
+def test_a_worker_sends_its_state_as_it_was_with_the_batch(given: Callable[[Any, Any], None], tmp_path: Path) -> None:
+    loader = torchdata.StatefulDataLoader(Growing(), batch_size=None, num_workers=1, worker_init_fn=begin)
+    model = torch.nn.Linear(1, 1)
+    given(loader, partial(InMemorySnapshot, model, torch.optim.SGD(model.parameters()), job="workers", arena=tmp_path))
     batches = iter(loader)
     for expected in range(4):
         assert next(batches) == expected

@@ -16,11 +16,14 @@ TORCHDATAS = "torchdata.stateful_dataloader.stateful_dataloader"
 """Where the loader's class is."""
 
 
-def copy_worker_states(loader: Any) -> None:
-    """Have the workers of `loader` send copies of their states. Does nothing if it has none, or is not torchdata's.
-    Call this once, before an iterator of it is made."""
-    if getattr(loader, "num_workers", 0) and any(kind.__module__ == TORCHDATAS for kind in type(loader).__mro__):
-        loader.worker_init_fn = _Copying(loader.worker_init_fn)
+def copy_worker_states(owner: Any) -> None:
+    """Have the workers of torchdata's loaders send copies of their states: of `owner` itself, and in its attributes.
+    Call this before an iterator is made; another call changes nothing."""
+    for each in (owner, *getattr(owner, "__dict__", {}).values()):
+        if not any(kind.__module__ == TORCHDATAS for kind in type(each).__mro__) or not getattr(each, "num_workers", 0):
+            continue
+        if not isinstance(each.worker_init_fn, _Copying):
+            each.worker_init_fn = _Copying(each.worker_init_fn)
 
 
 @dataclass(frozen=True, slots=True)
