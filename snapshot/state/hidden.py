@@ -170,8 +170,8 @@ def samples_of_attributes(
     """Numbers, tensors and arrays in attributes, for `Changing`.
 
     Attributes of modules with a ``get_extra_state`` are left out, and those of torch's own classes except
-    `rates_of_layer`, `OF_COMM_HOOKS` and what trains beside optimizers; so are tensors that require gradients, which
-    every step computes anew.
+    `rates_of_layer`, `OF_COMM_HOOKS` and what trains beside optimizers; so are tensors that autograd has computed, as
+    every step computes them anew.
 
     Args:
         roots, named: as for `generators`. Objects that `named` refer to are not looked into.
@@ -278,7 +278,7 @@ def sample_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value.reshape(-1)[:: 1 + value.size // SAMPLED].tobytes()
     part = local(value).detach()
-    return None if value.requires_grad or not is_dense(part) else elements_of(part, SAMPLED)
+    return elements_of(part, SAMPLED) if value.is_leaf and is_dense(part) else None
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -174,8 +174,10 @@ class ChangingVariables:
         at = {path: value for path, value, _ in found}
         within_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
         seen = known | within_modules  # tensors of a module are not told of beside it
+        items = {id(value) for _, value, holder in found if holder is not None and is_tensor_or_array(value)}
         for path, value, holder in found:
-            if id(value) in known or (holder is not None and id(holder) in known):
+            # A tensor of a container is not told of by the variable of a loop over that.
+            if id(value) in known or (id(value) in items if holder is None else id(holder) in known):
                 continue
             name = path.partition(".")[2]
             if _has_state(value):
