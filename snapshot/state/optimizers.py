@@ -96,12 +96,12 @@ def nested(name: str, optimizer: Any, seen: set[int] | None = None) -> Iterator[
         return
     seen.add(id(optimizer))
     for path, inner, _ in walk([(name, optimizer)], lambda value: value is optimizer, skipped=OWN):
-        if inner is not optimizer and _steps(inner):
+        if inner is not optimizer and is_optimizer(inner):
             yield from nested(path, inner, seen)
     yield name, optimizer
 
 
-def _steps(value: Any) -> bool:
+def is_optimizer(value: Any) -> bool:
     """Whether it is an optimizer, or looks like one, as those of Apex and Megatron do."""
     kind = type(value)
     looks = hasattr(kind, "step") and hasattr(kind, "zero_grad") and not isinstance(value, torch.nn.Module)
@@ -447,7 +447,7 @@ def _stateful(optimizer: Any) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in vars(optimizer).items()
-        if isinstance(value, Stateful) and not isinstance(value, torch.nn.Module) and not _steps(value)
+        if isinstance(value, Stateful) and not isinstance(value, torch.nn.Module) and not is_optimizer(value)
     ]
 
 

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import rng
@@ -33,6 +34,7 @@ from holdfast.snapshot.state.adapter import entered
 from holdfast.snapshot.state.audit import OURS
 from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, rates_of_layer, sample_of
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.optimizers import is_optimizer, nested
 from holdfast.snapshot.state.walk import (
     LIBRARIES,
     LONGEST,
@@ -145,11 +147,11 @@ class ChangingVariables:
     def __init__(self) -> None:
         self._changing = Changing(self._samples, patience=2)
         self._looks = 0
-        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-        self._numbers = count()  # of modules, which are not reused
-        self._kept: list[Any] = []  # what else was looked at last, so that its ids are not reused
+        self._numbers = WeakIdKeyDictionary()  # of modules, tensors and arrays
+        self._next = count()
+        self._kept: list[Any] = []  # what holds others that were looked at last, so that its ids are not reused
         self._told: set[str] = set()
-        self._with_state: set[str] = set()  # variables that `extra` takes
+        self._whole: dict[str, str] = {}  # the lines of objects that are given as a whole
 
     def leave_out(self, names: Iterable[str]) -> None:
         """These were reported."""
@@ -161,7 +163,7 @@ class ChangingVariables:
             name: which for name, which in self._changing.look() if self._told.isdisjoint(_reported_as(name, which))
         }
         self._told |= found.keys()
-        return [(name, _line(name, which, name in self._with_state)) for name, which in found.items()]
+        return [(name, self._whole.get(name) or _line(name, which)) for name, which in found.items()]
 
     def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
@@ -170,7 +172,11 @@ class ChangingVariables:
             return  # a first step has not ended: there is no layout yet
         known, kept = self._known(), self._kept
         self._kept = []
-        found = list(walk(chain.from_iterable(_variables()), _may_change, longest=LONGEST, most=MOST))
+
+        def is_opened(value: Any) -> bool:
+            return id(value) not in known and _may_change(value)
+
+        found = list(walk(chain.from_iterable(_variables()), is_opened, longest=LONGEST, most=MOST))
         at = {path: value for path, value, _ in found}
         within_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
         seen = known | within_modules  # tensors of a module are not told of beside it
@@ -180,22 +186,32 @@ class ChangingVariables:
             if id(value) in known or (id(value) in items if holder is None else id(holder) in known):
                 continue
             name = path.partition(".")[2]
-            if _has_state(value):
-                self._with_state.add(name)
+            if line := _line_for_whole(name, value):
+                self._whole[name] = line
             if isinstance(value, torch.nn.Module):
                 parts = [sample_of(each.detach()) for each in _tensors_of(value) if memory_of(each) not in known]
-                number = self._modules[value] = self._modules.get(value, next(self._numbers))
+                number = self._number_of(value)
                 yield (name, number), b"".join(filter(None, parts))
                 for inner, layer in value.named_modules():
                     rates = rates_of_layer(f"{name}.{inner}".rstrip("."), layer) if id(layer) not in known else ()
                     yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
-            elif self._looks > FIRST_LOOKS:
-                continue  # to keep a batch until the next look would take memory for long
-            elif part := _sample(value, holder, seen):
-                self._kept.append(value if holder is None else holder)
+            elif (part := _sample(value, holder, seen)) and (which := self._which(value, holder)) is not None:
                 told = path if type(value) in (int, float) else _owner_of(path, at)
-                yield (told.partition(".")[2], (path, id(self._kept[-1]))), part
+                yield (told.partition(".")[2], (path, which)), part
         del kept
+
+    def _which(self, value: Any, holder: Any) -> int | None:
+        """Tells a value that changes from a new one in the same place: by what holds it, so that one that is assigned
+        anew counts, too. To keep that for many steps would take memory, for it may be a batch. So at later looks only
+        tensors and arrays count that change in place; None: it is no such."""
+        if self._looks <= FIRST_LOOKS:
+            self._kept.append(value if holder is None else holder)
+            return id(self._kept[-1])
+        return self._number_of(value) if is_tensor_or_array(value) else None
+
+    def _number_of(self, value: Any) -> int:
+        number: int = self._numbers.setdefault(value, next(self._next))  # type: ignore[no-untyped-call]
+        return number
 
     def _known(self) -> set[int]:
         """What is captured: `memory_of` tensors, and of what leads to them."""
@@ -214,10 +230,12 @@ def stands_alone(value: Any) -> bool:
 
 
 def _owner_of(path: str, at: Mapping[str, Any]) -> str:
-    """What to name for what has changed in a path: the outermost object around it that stands alone, or has a state of
-    its own; else the attribute, or the variable. `at`: what is found where."""
+    """What to name for what has changed in a path: the outermost object around it that stands alone, or is given as a
+    whole; else the attribute, or the variable. `at`: what is found where."""
     told = re.split(r"[\[{]", path, maxsplit=1)[0]
-    while "." in (owner := told.rpartition(".")[0]) and (_has_state(at.get(owner)) or stands_alone(at.get(owner))):
+    while "." in (owner := told.rpartition(".")[0]):
+        if not (_line_for_whole(owner, at.get(owner)) or stands_alone(at.get(owner))):
+            break
         told = owner
     return told
 
@@ -227,10 +245,15 @@ def _reported_as(name: str, which: Any) -> set[str]:
     return {name} if isinstance(which, int) else {name, which[0].partition(".")[2]}
 
 
-def _line(name: str, which: Any, has_state: bool) -> str:
+def _line_for_whole(name: str, value: Any) -> str:
+    """The line by which an optimizer around another one, or an object with a state of its own, is given; else empty."""
+    if is_optimizer(value) and next(nested("", value))[1] is not value:
+        return f"optim={name}, in place of what is inside it"
+    return f'extra={{"{name.rpartition(".")[2]}": {name}}}' if _has_state(value) else ""
+
+
+def _line(name: str, which: Any) -> str:
     """`which`: the number of a module; else the path of what has changed, and more."""
-    if has_state:
-        return f'extra={{"{name.rpartition(".")[2]}": {name}}}'
     if isinstance(which, int):
         return f'snap.track("{name.rpartition(".")[2]}", tensors={name})'
     if which[0].partition(".")[2].startswith(f"{name}."):
@@ -282,8 +305,11 @@ def _may_draw(value: Any) -> bool:
 
 def _may_change(value: Any) -> bool:
     """Steps may change the tensors of what data is read through, such as a sampler's weights, and reading does not. An
-    object of a library that has a ``load_state_dict``, as an average of the weights has, says that it keeps state."""
-    if isinstance(value, READ_THROUGH) or (_has_state(value) and package_of(type(value).__module__) not in LIBRARIES):
+    object of a library that has a ``load_state_dict``, as an average of the weights has, says that it keeps state. An
+    optimizer may wrap the one that was given, and keep more, as Lookahead does."""
+    if isinstance(value, READ_THROUGH):
+        return True
+    if package_of(type(value).__module__) not in LIBRARIES and (_has_state(value) or is_optimizer(value)):
         return True
     return is_users_own(value) and not callable(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -363,11 +364,11 @@ class Average:
 
 
 def said_of(
-    snap: InMemorySnapshot, job: Job, after: Callable[[], object], caplog: pytest.LogCaptureFixture
+    snap: InMemorySnapshot, job: Job, after: Callable[[], object], caplog: pytest.LogCaptureFixture, steps: int = 5
 ) -> list[str]:
     """What is said of a loop that does `after` in each step about variables that are changed."""
     with snap:
-        for _ in snap.steps(5):
+        for _ in snap.steps(steps):
             batch = {"x": torch.randn(6, 4)}
             predicted = {"y": job.model(batch["x"])}
             loss = predicted["y"].square().sum()
@@ -414,6 +415,38 @@ def test_the_rate_of_a_loss_that_steps_change_is_named_once(caplog: pytest.LogCa
     said = "".join(said_of(job.hook(), job, after, caplog))
     assert said.count('snap.track("smooth/label_smoothing", get=lambda: smooth.label_smoothing') == 1
     assert isinstance(fixed, torch.nn.Module) and "fixed" not in said
+
+
+def test_what_changes_in_every_fifth_step_only_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    job, averages, turn = Job(), {"weight": torch.ones(3)}, itertools.count(1)
+
+    def after() -> None:
+        if next(turn) % 5 == 0:
+            averages["weight"].mul_(0.5)
+
+    said = "".join(said_of(job.hook(), job, after, caplog, steps=33))
+    assert said.count('snap.track("averages", get=') == 1
+    assert "batch" not in said and "predicted" not in said
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps an optimizer, and keeps weights of its own, beside any state."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.slow = [each.detach().clone() for group in inner.param_groups for each in group["params"]]
+
+    def keep(self) -> None:
+        for slow, fast in zip(self.slow, itertools.chain(*(g["params"] for g in self.param_groups)), strict=True):
+            slow.lerp_(fast.detach(), 0.5)
+
+
+def test_what_wraps_the_given_optimizer_and_keeps_more_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    wrapper = Lookahead(job.optim)
+    said = "".join(said_of(job.hook(), job, wrapper.keep, caplog))
+    assert said.count("optim=wrapper") == 1
 
 
 class OfALibrary:
