@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.snapshot.state.worker_states import copy_worker_states
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.values import packed, unpacked
+from holdfast.snapshot.state.worker_states import copy_worker_states
 
 BUILD = "build_train_valid_test_data_loaders"
 """The function that returns all loaders. Arguments say of which kind these are."""

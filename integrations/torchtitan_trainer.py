@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.hook import InMemorySnapshot
 from holdfast.integrations.adapters.releases import need_release, warn_of_untried
 from holdfast.integrations.replacing import Replacements, before, guarded
-from holdfast.snapshot.state.worker_states import copy_worker_states
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.first_turns import Checks
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.state import rng
+from holdfast.snapshot.state.worker_states import copy_worker_states
 
 NAME = "torchtitan"
 """The name under which the trainer's state is tracked."""

@@ -26,7 +26,7 @@ from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
-from holdfast.snapshot.state.worker_states import copy_worker_states
+from holdfast.snapshot.state.worker_states import copy_worker_states, stateful_loaders
 
 log = get_log(__name__)
 
@@ -69,8 +69,9 @@ class Adapter:
             for name, part in ({} if extra is None else extra).items()
             if part is not None
         }
+        self._loaders: list[Any] = []
         for part in self._extra.values():
-            copy_worker_states(part)
+            self._follow_loaders(part)
         self._tracked: dict[str, Tracked] = {}
         with_extra_state(self._roots())  # raises now rather than with the first snapshot
         _warn_of_own_tensors(self._roots())
@@ -99,8 +100,16 @@ class Adapter:
         """Add a piece of state. Raises `ConfigError` if its name is taken."""
         if piece.name in self._tracked:
             raise ConfigError(f"track({piece.name!r}): there is one of that name already")
-        copy_worker_states(getattr(piece.get, "__self__", None))
+        self._follow_loaders(getattr(piece.get, "__self__", None))
         self._tracked[piece.name] = piece
+
+    def _follow_loaders(self, owner: Any) -> None:
+        copy_worker_states(owner)
+        self._loaders += stateful_loaders(owner)
+
+    def keeps_place(self, loader: Any) -> bool:
+        """Whether the place of a loader, which it reports itself, is captured."""
+        return any(loader is each for each in self._loaders)
 
     def rebuild(self, at: At) -> None:
         """A snapshot of a job that was `at` that place is about to be checked: make what it has beside what it began

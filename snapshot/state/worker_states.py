@@ -16,13 +16,17 @@ TORCHDATAS = "torchdata.stateful_dataloader.stateful_dataloader"
 """Where the loader's class is."""
 
 
+def stateful_loaders(owner: Any) -> list[Any]:
+    """Torchdata's loaders, which report their places: `owner` itself, and those in its attributes."""
+    found = (owner, *getattr(owner, "__dict__", {}).values())
+    return [each for each in found if any(kind.__module__ == TORCHDATAS for kind in type(each).__mro__)]
+
+
 def copy_worker_states(owner: Any) -> None:
-    """Have the workers of torchdata's loaders send copies of their states: of `owner` itself, and in its attributes.
-    Call this before an iterator is made; another call changes nothing."""
-    for each in (owner, *getattr(owner, "__dict__", {}).values()):
-        if not any(kind.__module__ == TORCHDATAS for kind in type(each).__mro__) or not getattr(each, "num_workers", 0):
-            continue
-        if not isinstance(each.worker_init_fn, _Copying):
+    """Have the workers of `stateful_loaders` send copies of their states. Call this before an iterator is made; another
+    call changes nothing."""
+    for each in stateful_loaders(owner):
+        if each.num_workers and not isinstance(each.worker_init_fn, _Copying):
             each.worker_init_fn = _Copying(each.worker_init_fn)
 
 

@@ -442,11 +442,13 @@ class Kept:
         where: file and line that made it.
         trains: whether it was made to train, not to evaluate.
         has_places: whether its batches are looked up by indices, so that it matters where in the pass it is.
+        is_captured: whether its place is, as its loader reports it.
     """
 
     where: str
     trains: bool
     has_places: bool
+    is_captured: bool = False
 
 
 watched: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
@@ -487,7 +489,9 @@ class Iterators:
                 return
             make(iterator, loader, *args, **kwargs)
             if loader.generator is None:  # another generator is nobody else's
-                watched[iterator] = Kept(_caller(), trains, not isinstance(loader.dataset, IterableDataset))
+                has_places = not isinstance(loader.dataset, IterableDataset)
+                is_captured = any(each.keeps_place(loader) for each in [*entered])
+                watched[iterator] = Kept(_caller(), trains, has_places, is_captured)
 
         self._undo = replaced(_BaseDataLoaderIter, "__init__", making)
 
@@ -506,11 +510,11 @@ class Iterators:
                 self._read[iterator] = iterator._num_yielded
 
     def kept(self) -> list[Kept]:
-        """Those that were read on since the last `begin` and before it, each once."""
+        """Those that were read on since the last `begin` and before it, each once, and whose place is not captured."""
         if not self._read:
             return []
         found = [watched[each] for each, count in self._read.items() if each._num_yielded > count]
-        new = [each for each in dict.fromkeys(found) if each not in self._told]
+        new = [each for each in dict.fromkeys(found) if each not in self._told and not each.is_captured]
         self._told.update(new)
         return new
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.state.worker_states import copy_worker_states
+from tests.unit.test_beginning import STEPS, Job, trial, warnings_of
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -114,3 +115,33 @@ def test_other_loaders_are_left_alone() -> None:
     copy_worker_states(loader)
     copy_worker_states([1, 2])
     assert loader.worker_init_fn is None
+
+
+class Reading(Job):
+    """Has a loader that reports its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)  # the loader's sampler draws as it is made
+        rows = TensorDataset(torch.arange(160.0).reshape(40, 4) / 160)
+        self.loader = torchdata.StatefulDataLoader(rows, 2, shuffle=True)
+
+    def hook(self) -> InMemorySnapshot:
+        return InMemorySnapshot(self.model, self.optim, scheduler=self.schedule, extra={"loader": self.loader})
+
+
+def reading_on(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    batches = iter(vars(job)["loader"])
+    for _ in snap.steps(STEPS):
+        job.model(next(batches)[0]).square().sum().backward()
+        yield
+        job.optim.step()
+        job.optim.zero_grad()
+        job.schedule.step()
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_loader_that_is_given_is_read_on_in_the_script_s_own_iterator(caplog: pytest.LogCaptureFixture) -> None:
+    """It is not said that a restart begins that anew, as it is of another loader's."""
+    trial(reading_on, Reading)
+    assert not [text for text in warnings_of(caplog) if "iterator" in text or "read on" in text]
