@@ -278,7 +278,7 @@ class Following:
         for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
             is_state = helper.owner and helper.function not in self._functions
             if is_state and any(path.startswith(f"{helper.owner}.") for path in found.carried):
-                found.carried |= self._uncaptured(values, helper.writes)
+                found.carried |= self._uncaptured(values, helper.writes(values.of))
         for owner in {path.rpartition(".")[0] for path in found.carried} - {""}:
             within = [path for path in found.carried if path.startswith(f"{owner}.")]
             if len(within) >= SEVERAL and (held := values.of(owner)) is not MISSING and stands_alone(held):

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.state.walk import is_ours, is_users_own
 from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
-from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, read_by, read_in
+from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, may_change, read_by, read_in
 from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
@@ -153,9 +153,9 @@ class Flow:
     def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
         """As `assigned_in`, with what the functions assign that are called there."""
         nodes = list(nodes)
-        found = assigned_in(nodes, lambda path: self._value_of(path) is not None)
+        found = assigned_in(nodes, lambda path: may_change(self._value_of(path)))
         for path in called_in(nodes):
-            found = (self._helpers[path].writes if path in self._helpers else {}) | found
+            found = (self._helpers[path].writes(self._value_of) if path in self._helpers else {}) | found
         return found
 
     # ------------------------------------------------------------------ statements
@@ -269,8 +269,13 @@ class Flow:
         """One of these blocks runs, as what was `tested` decides."""
         decided = self._decided
         self._decided |= tested
-        self._trace.either(partial(self._block, body) for body in bodies)
+        self._trace.either(partial(self._way, body) for body in bodies)
         self._decided = decided
+
+    def _way(self, body: list[ast.stmt]) -> bool:
+        """See `Trace.either`."""
+        self._block(body)
+        return not any(isinstance(each, ast.Raise) for each in body)
 
     def _note_again(self, line: int) -> None:
         """What is trained is changed here by what it was. At the top of a pass, note it: a restart that goes on in the

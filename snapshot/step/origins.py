@@ -100,15 +100,17 @@ class Trace:
         """What is in other paths is gone."""
         self.now = {path: origins for path, origins in self.now.items() if is_kept(path)}
 
-    def either(self, ways: Iterable[Callable[[], None]]) -> None:
-        """One of these runs: a value may come from what any of them leaves."""
-        before, after = self.now, dict[str, Origins]()
+    def either(self, ways: Iterable[Callable[[], bool]]) -> None:
+        """One of these runs: a value may come from what any of them leaves. Each tells whether what follows runs, too:
+        not if it ends in an error."""
+        before, left = self.now, list[dict[str, Origins]]()
         for way in ways:
             self.now = dict(before)
-            way()
-            for path, origins in self.now.items():
-                after[path] = after.get(path, NONE) | origins
-        self.now = after
+            if way():
+                left.append(self.now)
+        self.now = {} if left else before
+        for path, origins in (each for now in left for each in now.items()):
+            self.add(path, origins)
 
     def forget_parts(self, path: str) -> None:
         """Another object is in a path now."""

@@ -56,6 +56,9 @@ DEEPEST = 2
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, deque)
 """Types of values that may be state. Those of other objects are looked at where they change."""
 
+FIXED = (type(None), bool, int, float, complex, str, bytes)
+"""Types of values that nothing changes: what looks so gives a variable another value."""
+
 GRADIENT_PATHS = (".grad", ".main_grad")
 """How paths of gradients end, also of those that are added up beside torch's own."""
 
@@ -215,6 +218,11 @@ def _knows_its_place(value: Any) -> bool:
     return python or isinstance(value, FED)
 
 
+def may_change(value: Any) -> bool:
+    """Whether a value may be changed in place, as by ``value *= 2`` or a method. An unknown one may."""
+    return not (type(value) in FIXED or isinstance(value, np.generic))
+
+
 def is_environment(value: Any) -> bool:
     """Whether an object is an environment of a library, as gymnasium's are. Those of the user's own are looked into."""
     acts = all(callable(getattr(type(value), name, None)) for name in ("reset", "step"))
@@ -247,13 +255,17 @@ class Helper:
         names = [each.arg for each in (*given.posonlyargs, *given.args)]
         return [*names[bool(self.itself) :], *(each.arg for each in given.kwonlyargs)]
 
-    @property
-    def writes(self) -> dict[str, int]:
-        """What it assigns that outlives the call, by the paths of the caller, with lines."""
+    def writes(self, value_of: Callable[[str], Any]) -> dict[str, int]:
+        """What it assigns that outlives the call, by the paths of the caller, with lines. `value_of`: what these stand
+        for."""
+
+        def value_inside(path: str) -> Any:
+            return value_of(self.called_outside(path))
+
         is_kept = outlives(self.function)
-        found = assigned_in([self.function])
+        found = assigned_in([self.function], lambda path: may_change(value_inside(path)))
         for helper in self.calls.values():
-            found = helper.writes | found
+            found = helper.writes(value_inside) | found
         return renamed({path: line for path, line in found.items() if is_kept(path)}, self.called_outside)
 
     def reads(self, wanted: Callable[[Any], bool]) -> bool:

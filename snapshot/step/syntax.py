@@ -135,9 +135,9 @@ def _calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
     return [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
 
 
-def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = bool) -> dict[str, int]:
+def assigned_in(nodes: Iterable[ast.AST], may_change: Callable[[str], bool] = bool) -> dict[str, int]:
     """The paths that are assigned, or whose value is changed, and not put back, with the first line of each.
-    `has_methods`: whether what a path stands for may be changed by a call, as None is not."""
+    `may_change`: whether what a path stands for may be changed in place, as None and numbers are not."""
     found: dict[str, int] = {}
     for top in nodes:
         lines: dict[str, list[int]] = {}
@@ -151,9 +151,11 @@ def assigned_in(nodes: Iterable[ast.AST], has_methods: Callable[[str], bool] = b
                 paths = [innermost_path(each)]
             elif (changed := _changed_in(each)) is not None:
                 paths = [innermost_path(changed)]
-                if not has_methods(paths[0]) and isinstance(each, ast.Call):
+                if not may_change(paths[0]) and isinstance(each, ast.Call):
                     continue
                 while (holder := taken_at(held, paths[-1], getattr(each, "lineno", 0))) not in ("", *paths):
+                    if not may_change(holder):
+                        break  # the variable gets a value of its own
                     paths.append(holder)
             else:
                 continue

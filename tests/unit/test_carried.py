@@ -179,6 +179,7 @@ def test_what_reaches_a_step_is_named(turn: str, named: set[str]) -> None:
         TRAIN + "n += 1\nif n % 8 == 0:\n    print(n / len(held_out))",
         TRAIN + "n += 1\nif n % 8 == 0 and n:\n    print(n)\n    if is_trial:\n        break",
         TRAIN + "n += 1\nif n % 8 == 0 and n:\n    print(n)\n    if not is_whole:\n        break",
+        "if x is None:\n    n = 0\nelif y is None:\n    n = 1\nelse:\n    raise ValueError\n" + TRAIN + "model(n)",
     ],
 )
 def test_what_is_only_logged_is_not_named(turn: str) -> None:
@@ -698,6 +699,31 @@ class Counted(torch.autograd.Function):
 def with_a_function_of_its_own(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     for _ in snap.steps(STEPS):
         Counted.apply(job.model(torch.randn(2, 4)).sum()).backward()  # type: ignore[no-untyped-call]
+        yield
+        job.update()
+
+
+def set_rate(optim: torch.optim.Optimizer, step: int, args: SimpleNamespace) -> None:
+    rate = args.rate
+    rate *= 0.9**step
+    for group in optim.param_groups:
+        group["lr"] = rate
+
+
+def shrink(optim: torch.optim.Optimizer, args: SimpleNamespace) -> None:
+    scale = args.scale
+    scale *= 0.9
+    for group in optim.param_groups:
+        group["lr"] *= float(scale)
+
+
+def with_rates_that_follow_from_options(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    """A number is not changed in place, though a tensor would be."""
+    args = SimpleNamespace(rate=0.1, scale=torch.ones(()))
+    for step in snap.steps(STEPS):
+        set_rate(job.optim, step, args)
+        shrink(job.optim, args)
+        job.model(torch.randn(2, 4)).square().sum().backward()
         yield
         job.update()
 
@@ -1583,6 +1609,7 @@ NONE: list[str] = []
         (with_hooks_on_a_step, ["turns[0] (line", "get=lambda: list(turns), set=lambda values: turns."], ["logged"]),
         (with_a_function_of_its_own, ["Counted.share (line"], ["logged"]),
         (with_a_schedule_that_reads, ["held['scale'] (line"], NONE),
+        (with_rates_that_follow_from_options, ["args.scale (line"], ["args.rate"]),
         (with_functions_that_share, ["calls.found[0].turns (line", "SETTINGS['warmth'] (line"], ["logged"]),
         (with_callbacks, ["calls.found[0].turns (line"], ["logged"]),
         (with_helpers, ["stopper.best (line", "stopper.waited (line", "warming.turn (line"], ["meter", "percent"]),
