@@ -27,6 +27,12 @@ from holdfast.snapshot.step.turns import BEGIN
 
 ENV = DRIFT.variable
 
+BEGUN = (
+    "do it before entering, or once the step has begun. What a loop does at the top of a pass is done once more when a "
+    "restart goes on in the middle of that pass: do it at the end of the pass before, or in every step"
+)
+"""What a loop that says where its steps begin can do about it."""
+
 log = get_log(__name__)
 
 
@@ -77,7 +83,7 @@ class Resumed:
         text = (
             f"{some(changed, between=', ')}: no longer what was restored of step {self._step}, as something "
             "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
-            f"at the top of the loop moves on): {BEGIN}"
+            f"at the top of the loop moves on): {BEGUN if declared else BEGIN}"
         )
         refuse(text)
 

@@ -17,6 +17,7 @@ from holdfast.snapshot.copy.engines import CpuEngine
 from holdfast.snapshot.resume.comparison import ENV, Resumed
 from holdfast.snapshot.state.live import Change, LiveTensor
 from holdfast.snapshot.step.capture import read_state
+from holdfast.snapshot.step.turns import BEGIN
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import (
     STEPS,
@@ -153,6 +154,18 @@ def test_plain_values_are_named_by_their_paths(declared: bool) -> None:
     adapter.late_tree["seen"] = 1
     changed = named(made, declared=declared)
     assert changed == "late.warm, optim.0.groups.0.lr, seen"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_who_says_where_steps_begin_is_not_told_to_say_it(declared: bool) -> None:
+    """As where a rate is set at the top of a pass, and steps warm it up."""
+    adapter = toy()
+    made = resumed(adapter, declared=declared)
+    with torch.no_grad():
+        live(adapter, "model.weight").fill_(9)
+    with pytest.raises(StateMismatch) as refused:
+        made.check(declared=declared)
+    assert (BEGIN in str(refused.value)) is not declared
 
 
 def test_a_plain_value_of_another_kind_is_another() -> None:
