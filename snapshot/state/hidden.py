@@ -20,6 +20,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import elements_of
+from holdfast.snapshot.state.libraries import kept_by_library
 from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, is_captured_number, nested
 from holdfast.snapshot.state.tracked import Tracked, make
 from holdfast.snapshot.state.values import Keeping, keep
@@ -183,11 +184,19 @@ def samples_of_attributes(
     def is_unknown(value: Any) -> bool:
         return is_users_own(value) and id(value) not in known
 
-    for path, value, _ in walk(_compared(roots, named, captured), is_unknown, most=MOST_OPENED):
+    found = walk(_compared(roots, named, captured), is_unknown, most=MOST_OPENED)  # not all of it, if there is much
+    for path, value in _with_kept_by_libraries(found, known):
         if isinstance(value, bool | int | float | np.generic):
             yield path, repr(value).encode()
         elif is_tensor_or_array(value) and memory_of(value) not in captured and (part := sample_of(value)):
             yield path, part
+
+
+def _with_kept_by_libraries(found: Iterable[tuple[str, Any, Any]], known: Collection[int]) -> Iterator[tuple[str, Any]]:
+    for path, value, _ in found:
+        yield path, value
+        if id(value) not in known:
+            yield from ((inner, part) for inner, part, _ in kept_by_library(path, value))
 
 
 def switches(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, bool]:

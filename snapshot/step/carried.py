@@ -25,6 +25,7 @@ import torch
 
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.adapter import entered
+from holdfast.snapshot.state.libraries import is_environment, stands_alone
 from holdfast.snapshot.step.calls import LAMBDA, Call, Calls
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.origins import Returned
@@ -38,7 +39,6 @@ from holdfast.snapshot.step.script import (
     enters,
     helper_called,
     helper_of,
-    is_environment,
     reads_on,
     renamed,
 )
@@ -64,7 +64,6 @@ from holdfast.snapshot.step.variables import (
     line_for_attribute,
     line_for_object,
     name_of,
-    stands_alone,
     users_frames,
 )
 

@@ -26,8 +26,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.libraries import is_environment
 from holdfast.snapshot.state.walk import (
-    is_captured_as_such,
     is_code,
     is_ours,
     is_plain,
@@ -221,12 +221,6 @@ def _knows_its_place(value: Any) -> bool:
 def may_change(value: Any) -> bool:
     """Whether a value may be changed in place, as by ``value *= 2`` or a method. An unknown one may."""
     return not (type(value) in FIXED or isinstance(value, np.generic))
-
-
-def is_environment(value: Any) -> bool:
-    """Whether an object is an environment of a library, as gymnasium's are. Those of the user's own are looked into."""
-    acts = all(callable(getattr(type(value), name, None)) for name in ("reset", "step"))
-    return acts and not (is_users_own(value) or is_captured_as_such(value))
 
 
 @dataclass(frozen=True, slots=True)

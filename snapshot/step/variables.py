@@ -23,8 +23,9 @@ from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,15 +34,14 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import entered
 from holdfast.snapshot.state.audit import OURS
 from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, rates_of_layer, sample_of
+from holdfast.snapshot.state.libraries import READ_THROUGH, has_state, kept_by_library, stands_alone
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.optimizers import is_optimizer, nested
 from holdfast.snapshot.state.walk import (
     LIBRARIES,
     LONGEST,
-    is_captured_as_such,
     is_code,
     is_installed,
-    is_ours,
     is_users_own,
     package_of,
     trains_beside_optimizers,
@@ -51,9 +51,6 @@ from holdfast.snapshot.step.hooks import replaced
 
 MOST = 5000
 """Maximum number of objects that are looked into."""
-
-READ_THROUGH = (DataLoader, Dataset, Sampler)
-"""Types that data is read through: the hook keeps their place in the data."""
 
 
 def is_users_frame(frame: FrameType) -> bool:
@@ -177,6 +174,9 @@ class ChangingVariables:
             return id(value) not in known and _may_change(value)
 
         found = list(walk(chain.from_iterable(_variables()), is_opened, longest=LONGEST, most=MOST))
+        owned = ((id(value), kept_by_library(path, value)) for path, value, _ in found if id(value) not in known)
+        kept_by = {owner: inner for owner, inner in owned if inner}
+        found += chain.from_iterable(kept_by.values())
         at = {path: value for path, value, _ in found}
         within_modules = set(map(memory_of, chain.from_iterable(_tensors_of(value) for _, value, _ in found)))
         seen = known | within_modules  # tensors of a module are not told of beside it
@@ -195,8 +195,12 @@ class ChangingVariables:
                 for inner, layer in value.named_modules():
                     rates = rates_of_layer(f"{name}.{inner}".rstrip("."), layer) if id(layer) not in known else ()
                     yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
-            elif (part := _sample(value, holder, seen)) and (which := self._which(value, holder)) is not None:
-                told = path if type(value) in (int, float) else _owner_of(path, at)
+                continue
+            has_numbers = id(holder) in kept_by or trains_beside_optimizers(holder)
+            part = _sample(value, seen, has_numbers=has_numbers)
+            if part and (which := self._which(value, holder)) is not None:
+                is_alone = type(value) in (int, float) and trains_beside_optimizers(holder)
+                told = path if is_alone else _owner_of(path, at)
                 yield (told.partition(".")[2], (path, which)), part
         del kept
 
@@ -223,12 +227,6 @@ class ChangingVariables:
         return {*captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}
 
 
-def stands_alone(value: Any) -> bool:
-    """Whether an object, such as an environment or a buffer of experience, has nothing that is kept in another way."""
-    held = [value, *getattr(value, "__dict__", {}).values()]
-    return not any(is_captured_as_such(each) or isinstance(each, READ_THROUGH) or is_ours(each) for each in held)
-
-
 def _owner_of(path: str, at: Mapping[str, Any]) -> str:
     """What to name for what has changed in a path: the outermost object around it that stands alone, or is given as a
     whole; else the attribute, or the variable. `at`: what is found where."""
@@ -249,7 +247,7 @@ def _line_for_whole(name: str, value: Any) -> str:
     """The line by which an optimizer around another one, or an object with a state of its own, is given; else empty."""
     if is_optimizer(value) and next(nested("", value))[1] is not value:
         return f"optim={name}, in place of what is inside it"
-    return f'extra={{"{name.rpartition(".")[2]}": {name}}}' if _has_state(value) else ""
+    return f'extra={{"{name.rpartition(".")[2]}": {name}}}' if has_state(value) else ""
 
 
 def _line(name: str, which: Any) -> str:
@@ -279,8 +277,8 @@ def line_for_attribute(path: str) -> str:
     return f'snap.track("{full}", get=lambda: {path}, set=lambda value: setattr({owner}, "{name}", value))'
 
 
-def _sample(value: Any, holder: Any, known: Collection[int]) -> bytes | None:
-    if type(value) in (int, float) and trains_beside_optimizers(holder):
+def _sample(value: Any, known: Collection[int], has_numbers: bool) -> bytes | None:
+    if has_numbers and (type(value) in (int, float) or isinstance(value, np.generic)):
         return repr(value).encode()
     if is_tensor_or_array(value) and memory_of(value) not in known:
         return sample_of(value)
@@ -309,13 +307,9 @@ def _may_change(value: Any) -> bool:
     optimizer may wrap the one that was given, and keep more, as Lookahead does."""
     if isinstance(value, READ_THROUGH):
         return True
-    if package_of(type(value).__module__) not in LIBRARIES and (_has_state(value) or is_optimizer(value)):
+    if package_of(type(value).__module__) not in LIBRARIES and (has_state(value) or is_optimizer(value)):
         return True
     return is_users_own(value) and not callable(value)
-
-
-def _has_state(value: Any) -> bool:
-    return hasattr(type(value), "load_state_dict") and not is_captured_as_such(value)
 
 
 class Variables:

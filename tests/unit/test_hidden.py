@@ -312,6 +312,33 @@ def test_a_module_that_each_step_makes_anew_is_not_named(arena: Path, caplog: py
     assert "fast" not in said
 
 
+class OfALibrary:
+    """A running mean."""
+
+    __module__ = "pytest.means"
+
+    def __init__(self) -> None:
+        self.mean = np.zeros(3)
+        self.count = 0
+
+
+class Normalising(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.mean, self.still = OfALibrary(), OfALibrary()
+
+
+def test_what_an_object_of_a_library_holds_for_a_module_is_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Normalising()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with InMemorySnapshot(model, optim) as snap:
+        for number in range(9):
+            step(snap, model, optim)
+            model.mean.mean = np.full(3, number)
+            model.mean.count += 1
+    assert named(caplog) == ["model0.mean.count; model0.mean.mean"]
+
+
 def test_the_rate_of_a_layer_is_named_where_steps_change_it(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
     dropout = torch.nn.Dropout(0.5)
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), dropout, torch.nn.Dropout(0.5))

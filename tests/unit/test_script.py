@@ -471,6 +471,85 @@ def test_an_object_of_a_library_that_has_state_is_named_once(caplog: pytest.LogC
     assert said.count('extra={"average": average}') == 1 and '"given"' not in said
 
 
+class Mean:
+    """A running mean of a library, which sets another one."""
+
+    __module__ = "pytest.means"
+
+    def __init__(self) -> None:
+        self.mean = np.zeros(3)
+
+    def update(self) -> None:
+        self.mean = 0.5 * self.mean + 0.5
+
+
+class MeanOfOne(Mean):
+    """The same of a number, which is one of numpy's from its first update on."""
+
+    __module__ = "pytest.means"
+
+    def __init__(self) -> None:
+        self.mean = np.zeros(())
+
+
+class Experience:
+    """A long buffer of a library, of which a step changes one row."""
+
+    __module__ = "pytest.experience"
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((4096, 3))
+        self.place = 0
+
+    def add(self) -> None:
+        self.rows[self.place] = 1
+        self.place += 1
+
+
+class Room:
+    """An environment of a library: it is told of where a turn acts in it, and not where an evaluation does."""
+
+    __module__ = "pytest.rooms"
+
+    def __init__(self) -> None:
+        self.place = np.zeros(2)
+
+    def reset(self) -> None:
+        self.place = np.zeros(2)
+
+    def step(self) -> None:
+        self.place += 1
+
+
+class Meter:
+    """What a library counts for a log."""
+
+    __module__ = "pytest.meters"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_what_a_library_keeps_for_steps_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    job, mean, one, experience, still, given = Job(), Mean(), MeanOfOne(), Experience(), Mean(), Mean()
+    meter, room = Meter(), Room()
+
+    def after() -> None:
+        mean.update()
+        one.update()
+        experience.add()
+        room.step()
+        given.update()
+        meter.count += 1
+
+    snap = job.hook()
+    snap.track("given", get=lambda: vars(given), set=vars(given).update)
+    said = "".join(said_of(snap, job, after, caplog))
+    assert all(said.count(f"vars({name}).update") == 1 for name in ("mean", "one", "experience"))
+    assert all(f"vars({name})" not in said for name in ("still", "given", "meter", "room"))
+    assert still.mean is not None
+
+
 class Buffer:
     """A tensor in a list, and a count."""
 
