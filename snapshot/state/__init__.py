@@ -7,6 +7,7 @@ __all__ = [
     "digests",
     "hidden",
     "inputs",
+    "libraries",
     "live",
     "manifest",
     "optimizers",
