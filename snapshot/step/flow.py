@@ -18,14 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.state.walk import is_ours, is_users_own
 from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
-from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, may_change, read_by, read_in
+from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, may_change, read_by, read_in, renamed
 from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
     called_in,
     changed_by,
     innermost_path,
-    is_script_path,
     name_of_call,
     outlives,
     parts_of,
@@ -336,8 +335,11 @@ class Flow:
             return self._trace.read_through(read_by(path, function, self._trace.shared))
         inside = self._inside(path, helper, gives=True)
         used = inside.used() - {*helper.arguments}
-        others = {each: line for each, line in inside.found.carried.items() if is_script_path(each)}
-        return self._trace.know(others).union(*(self._trace.at(helper.called_outside(each)) for each in used))
+        own = {each: line for each, line in inside.found.carried.items() if each not in inside._given}
+        named = partial(helper.called_in_script, module=self._value_of("__name__"))
+        return self._trace.know(renamed(own, named)).union(
+            *(self._trace.at(helper.called_outside(each)) for each in used)
+        )
 
     def _returned_by(self, call: ast.Call) -> Mapping[str, int]:
         """What the result of a call depends on, by what has run; nothing if its function is followed here."""

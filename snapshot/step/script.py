@@ -41,12 +41,14 @@ from holdfast.snapshot.step.syntax import (
     assigned_in,
     called_in,
     function_of,
+    goes_on,
     is_script_path,
     outlives,
     owners_of,
     parts_of,
     path_of,
     root_of,
+    script_path,
 )
 from holdfast.snapshot.step.variables import is_users_frame, watched
 
@@ -202,14 +204,16 @@ def _parts_of(value: Any) -> Sequence[Any]:
 
 def _knows_its_place(value: Any) -> bool:
     """Whether a value is one of Python's own iterators, a loader's that nobody watches, a generator of the user's that
-    loops over something, counts, or reads on in such a value itself, or what others fill ahead. A generator that only
-    draws from torch finds its place again."""
+    loops over something, counts, goes on from what it left in a variable, or reads on in such a value itself, or what
+    others fill ahead. A generator that only draws from torch finds its place again."""
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         if frame is None or not is_users_frame(frame):
             return False
         function = function_of(value.gi_code, frame.f_globals)
-        loops = function is not None and any(isinstance(each, ast.For | ast.AugAssign) for each in parts_of(function))
+        parts = [] if function is None else list(parts_of(function))
+        loops = any(isinstance(each, ast.For | ast.AugAssign) for each in parts)
+        loops |= any(isinstance(each, ast.While) and goes_on(each) for each in parts)
         held = list(frame.f_locals.values())  # generators hold one another, but not in a circle
         return loops or frame.f_code.co_name == "<genexpr>" or any(map(_knows_its_place, held))
     if isinstance(value, _BaseDataLoaderIter):
@@ -280,6 +284,16 @@ class Helper:
         if not self.itself or root_of(path) != self.itself:
             return path
         return self.owner and self.owner + path[len(self.itself) :]
+
+    def called_in_script(self, path: str, module: Any) -> str:
+        """The script's path for what the function keeps in a global variable, maybe of another module than its
+        caller's; empty for what it keeps elsewhere."""
+        if is_script_path(path):
+            return path
+        if root_of(path) in {*self.free, self.itself}:
+            return ""
+        own = str(self.values.of("__name__"))
+        return script_path(path if own == module else f"{own.rpartition('.')[2]}.{path}")
 
     def called_inside(self, path: str, shared: Collection[str]) -> str:
         """What the function calls a path of the caller; empty if it does not know that. `shared`: variables that mean

@@ -274,6 +274,16 @@ def outlives(function: Function) -> Callable[[str], bool]:
     return outlives
 
 
+def goes_on(loop: ast.While) -> bool:
+    """Whether a turn of a loop reads a variable before it sets that, and so goes on from the turn before."""
+    set_at: dict[str, tuple[int | None, int | None]] = {}
+    for each in (part for part in parts_of(loop) if isinstance(part, ast.Assign)):
+        for name in (target.id for target in each.targets if isinstance(target, ast.Name)):
+            set_at.setdefault(name, (each.end_lineno, each.end_col_offset))
+    names = [part for part in parts_of(loop) if isinstance(part, ast.Name) and part.id in set_at]
+    return any(isinstance(each.ctx, ast.Load) and (each.lineno, each.col_offset) < set_at[each.id] for each in names)
+
+
 def globals_of(function: Function) -> set[str]:
     """Which names mean the same variables in a function and in others that read them as global ones."""
     if isinstance(function, ast.Module):

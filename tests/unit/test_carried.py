@@ -551,7 +551,8 @@ def with_a_schedule_of_parts(snap: InMemorySnapshot, job: Job) -> Iterator[None]
 
 def noise(width: int) -> Iterator[torch.Tensor]:
     while True:
-        yield torch.randn(2, width)
+        narrow = torch.randn(2, width - 1)
+        yield torch.nn.functional.pad(narrow, (0, 1))
 
 
 def with_generators_that_only_draw(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -587,6 +588,45 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     library.__file__ = "/lib/site-packages/a_gym.py"
     monkeypatch.setitem(sys.modules, "a_gym", library)
     monkeypatch.setattr(Room, "__module__", "a_gym")
+
+
+EASE, EASED = 1.0, 0
+
+
+def eased() -> float:
+    """Keeps a global variable for itself, and another one for nobody."""
+    global EASE, EASED
+    EASE = EASE * 0.9
+    EASED = EASED + 1
+    return EASE
+
+
+def with_a_global_variable_of_a_function(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(2, 4)).sum() * eased()).backward()
+        yield
+        job.update()
+
+
+def with_a_global_variable_elsewhere(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    import elsewhere  # type: ignore[import-not-found]
+
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(2, 4)).sum() * elsewhere.eased()).backward()
+        yield
+        job.update()
+
+
+@pytest.mark.usefixtures("arena")
+def test_a_global_variable_of_another_module_is_named_by_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere.py").write_text("EASE, EASED = 1.0, 0\n\n\n" + inspect.getsource(eased))
+    monkeypatch.syspath_prepend(tmp_path)
+    line = said(with_a_global_variable_elsewhere, caplog, "carries from turn to turn")
+    sys.modules.pop("elsewhere")
+    assert 'snap.track("elsewhere/EASE", get=lambda: elsewhere.EASE' in line
+    assert "EASED" not in line
 
 
 def with_environments(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -826,6 +866,13 @@ def numbers() -> Iterator[float]:
         yield float(number)
 
 
+def halved() -> Iterator[float]:
+    share = 1.0
+    while True:
+        share = share / 2
+        yield share
+
+
 def drawn() -> Iterator[float]:
     while True:
         yield torch.rand(1).item()
@@ -860,10 +907,11 @@ def with_what_another_generator_holds(snap: InMemorySnapshot, job: Job) -> Itera
 
 def with_iterators(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     scales, counted, noise = itertools.cycle([1.0, 2.0, 3.0]), numbers(), drawn()
-    shares = (share / 10 for share in range(1, 100))
+    shares, halves = (share / 10 for share in range(1, 100)), halved()
     kept = iter(snap.data(lambda: itertools.cycle([1.0, 2.0, 3.0]), name="kept"))
     for _ in snap.steps(STEPS):
         scale = next(scales) * next(counted) * next(noise) * next(kept) * next(iter([1.0])) * next(shares)
+        scale *= next(halves)
         (job.model(torch.randn(2, 4)).sum() * scale).backward()
         yield
         job.update()
@@ -1626,6 +1674,7 @@ NONE: list[str] = []
             ["room (line", "get=lambda: cloudpickle.dumps(vars(room))", "cloudpickle.dumps(vars(inner_room))"],
             ["seen (line", "eval_room", "other_room"],
         ),
+        (with_a_global_variable_of_a_function, ["EASE (line", 'kept["EASE"] for EASE'], ["EASED"]),
         (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_meters_around_its_data, NONE, NONE),
@@ -1698,7 +1747,7 @@ def test_the_line_for_one_object_in_a_list_keeps_them_all() -> None:
     [
         (
             with_iterators,
-            ["scales (line", "counted (line", "shares (line", 'name="scales"', 'name="counted"'],
+            ["scales (line", "counted (line", "shares (line", "halves (line", 'name="scales"', 'name="counted"'],
             ["noise (line", "kept (line"],
         ),
         (
