@@ -6,7 +6,6 @@ can say what of it matters, and warned of where it changes from step to step.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ from holdfast.snapshot.copy.tensors import is_dense, local, memory_of
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import elements_of
 from holdfast.snapshot.state.libraries import kept_by_library
+from holdfast.snapshot.state.named import NamedState, state_named_by
 from holdfast.snapshot.state.optimizers import OWN, WITH_TABLES, is_captured_number, nested
 from holdfast.snapshot.state.tracked import Tracked, make
 from holdfast.snapshot.state.values import Keeping, keep
@@ -32,7 +32,6 @@ from holdfast.snapshot.state.walk import (
     is_users_own,
     of_class,
     package_of,
-    referred,
     trains_beside_optimizers,
     walk,
 )
@@ -124,11 +123,12 @@ def generators(roots: Iterable[tuple[str, Any]], named: Collection[Any]) -> dict
     in the user's own objects there, and in what the user's own functions and classes refer to.
 
     Args:
-        named: what the user has named, such as the getters of `track`. Generators that these refer to are left out, and
-            all generators of modules and optimizers that a function among them refers to.
+        named: what the user has named, such as the getters of `track`. Generators that these read are left out, and all
+            generators of modules and optimizers that a function among them takes as a whole.
     """
-    but = {id(each) for root in named for each in rng.find(root).values()}
-    return rng.owned(_with_classes(_unnamed(roots, named)), is_users_own, but, most=MOST_OPENED)
+    state = state_named_by(named)
+    but = {id(each) for root in state.objects for each in rng.find(root).values()}
+    return rng.owned(_with_classes(_unnamed(roots, state)), is_users_own, but, most=MOST_OPENED)
 
 
 P = TypeVar("P", bound=Hashable)
@@ -175,50 +175,56 @@ def samples_of_attributes(
     every step computes them anew.
 
     Args:
-        roots, named: as for `generators`. Objects that `named` refer to are not looked into.
+        roots, named: as for `generators`. What `named` read is left out.
         captured: `memory_of` the tensors that are captured, whose views are left out, and of the optimizers whose
             numbers are.
     """
-    known = {id(value): value for _, value, _ in walk((("", each) for each in named), is_code, code=True)}
+    state = state_named_by(named)
+    known = {id(value): value for _, value, _ in walk((("", each) for each in state.objects), is_code, code=True)}
 
     def is_unknown(value: Any) -> bool:
         return is_users_own(value) and id(value) not in known
 
-    found = walk(_compared(roots, named, captured), is_unknown, most=MOST_OPENED)  # not all of it, if there is much
-    for path, value in _with_kept_by_libraries(found, known):
+    found = walk(_compared(roots, state, captured), is_unknown, most=MOST_OPENED)  # not all of it, if there is much
+    for path, value, holder in _with_kept_by_libraries(found, known):
+        if state.has(holder, path):
+            continue
         if isinstance(value, bool | int | float | np.generic):
             yield path, repr(value).encode()
         elif is_tensor_or_array(value) and memory_of(value) not in captured and (part := sample_of(value)):
             yield path, part
 
 
-def _with_kept_by_libraries(found: Iterable[tuple[str, Any, Any]], known: Collection[int]) -> Iterator[tuple[str, Any]]:
-    for path, value, _ in found:
-        yield path, value
+def _with_kept_by_libraries(
+    found: Iterable[tuple[str, Any, Any]], known: Collection[int]
+) -> Iterator[tuple[str, Any, Any]]:
+    for path, value, holder in found:
+        yield path, value, holder
         if id(value) not in known:
-            yield from ((inner, part) for inner, part, _ in kept_by_library(path, value))
+            yield from kept_by_library(path, value)
 
 
 def switches(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str, bool]:
     """What is True or False in attributes of modules of the user's own classes, by path: a step may turn it once, as a
     layer does that begins with what the first batch is. `roots`, `named`: as for `generators`."""
-    own = (each for each in _unnamed(roots, named) if not is_installed(package_of(type(each[1]).__module__)))
-    found = (each for name, owner in own if not _has_extra_state(owner) for each in _attributes(name, owner))
-    return {path: value for path, value in found if isinstance(value, bool)}
+    state = state_named_by(named)
+    own = (each for each in _unnamed(roots, state) if not is_installed(package_of(type(each[1]).__module__)))
+    found = ((owner, each) for name, owner in own if not _has_extra_state(owner) for each in _attributes(name, owner))
+    return {path: value for owner, (path, value) in found if isinstance(value, bool) and not state.has(owner, path)}
 
 
 def _compared(
-    roots: Collection[tuple[str, Any]], named: Collection[Any], captured: Collection[int]
+    roots: Collection[tuple[str, Any]], state: NamedState, captured: Collection[int]
 ) -> Iterator[tuple[str, Any]]:
-    for name, owner in _unnamed(roots, named):
-        found = _attributes(name, owner)
+    for name, owner in _unnamed(roots, state):
+        found = [each for each in _attributes(name, owner) if not state.has(owner, each[0])]
         if type(owner).__module__.startswith(WITH_TABLES):
             yield from (each for each in found if each[0].endswith(OF_COMM_HOOKS) or trains_beside_optimizers(each[1]))
         elif not _has_extra_state(owner):
             has_numbers = id(owner) in captured
             yield from (each for each in found if not (has_numbers and is_captured_number(each[1])))
-    for name, owner in _unnamed(roots, named):  # last, as they are many
-        yield from rates_of_layer(name, owner)
+    for name, owner in _unnamed(roots, state):  # last, as they are many
+        yield from (each for each in rates_of_layer(name, owner) if not state.has(owner, each[0]))
 
 
 def rates_of_layer(name: str, owner: Any) -> list[tuple[str, Any]]:
@@ -235,10 +241,9 @@ def _attributes(name: str, owner: Any) -> list[tuple[str, Any]]:
     return [(f"{name}.{attribute}", value) for attribute, value in held.items() if attribute not in KNOWN]
 
 
-def _unnamed(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The `owners` whose class is not registered, and that no function in `named` refers to."""
-    functions = [each for each in named if isinstance(each, types.FunctionType)]
-    inner = owners(part for each in functions for part in referred(each) if is_captured_as_such(part[1]))
+def _unnamed(roots: Iterable[tuple[str, Any]], state: NamedState) -> Iterator[tuple[str, Any]]:
+    """The `owners` whose class is not registered, and that the user has not named as a whole."""
+    inner = owners(("", each) for each in state.objects if is_captured_as_such(each))
     seen = {id(owner) for _, owner in inner}
     for name, owner in owners(roots):
         if id(owner) not in seen and _registry.keys().isdisjoint(type(owner).__mro__):

@@ -51,7 +51,7 @@ def kept_by_library(path: str, value: Any) -> list[tuple[str, Any, Any]]:
     that holds Python's numbers only is taken for a meter. An environment is told of where a turn acts in it."""
     if not hasattr(value, "__dict__") or is_users_own(value) or package_of(type(value).__module__) in LIBRARIES:
         return []
-    if callable(value) or has_state(value) or is_environment(value) or not stands_alone(value):
+    if has_state(value) or is_environment(value) or not stands_alone(value):
         return []
     parts = list(walk([(path, value)], lambda each: each is value, longest=LONGEST, most=MOST_OPENED))[1:]
     is_data = any(isinstance(each, torch.Tensor | np.ndarray | np.generic) for _, each, _ in parts)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.libraries import is_environment
+from holdfast.snapshot.state.named import chains_in
 from holdfast.snapshot.state.walk import (
     is_code,
     is_ours,
@@ -399,12 +399,7 @@ def read_in(code: CodeType, shared: Collection[str]) -> Reading:
 def taken_whole(code: CodeType) -> set[str]:
     """The variables that a function reads, and of which it takes more than attributes: it passes them on, looks into
     them, or calls a method, as in ``vars(x)``, ``x["n"]`` and ``x.state_dict()``."""
-    found = set[str]()
-    for read, used in pairwise(dis.get_instructions(code)):
-        is_attribute = used.opname == "LOAD_ATTR" and "NULL|self" not in used.argrepr  # as methods are
-        if read.opname in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME") and not is_attribute:
-            found.add(read.argval)
-    return found.union(*(taken_whole(each) for each in code.co_consts if isinstance(each, CodeType)))
+    return {chain[0] for chain in chains_in(code) if len(chain) == 1}
 
 
 @lru_cache(maxsize=256)

@@ -36,12 +36,14 @@ from holdfast.snapshot.state.audit import OURS
 from holdfast.snapshot.state.hidden import FIRST_LOOKS, Changing, is_tensor_or_array, rates_of_layer, sample_of
 from holdfast.snapshot.state.libraries import READ_THROUGH, has_state, kept_by_library, stands_alone
 from holdfast.snapshot.state.live import Tree
+from holdfast.snapshot.state.named import NamedState, state_named_by
 from holdfast.snapshot.state.optimizers import is_optimizer, nested
 from holdfast.snapshot.state.walk import (
     LIBRARIES,
     LONGEST,
     is_code,
     is_installed,
+    is_plain,
     is_users_own,
     package_of,
     trains_beside_optimizers,
@@ -167,7 +169,8 @@ class ChangingVariables:
         self._looks += 1
         if not all(each.captured for each in [*entered]):
             return  # a first step has not ended: there is no layout yet
-        known, kept = self._known(), self._kept
+        named = state_named_by(root for each in [*entered] for root in each.named())
+        known, kept = self._known(named), self._kept
         self._kept = []
 
         def is_opened(value: Any) -> bool:
@@ -184,6 +187,8 @@ class ChangingVariables:
         for path, value, holder in found:
             # A tensor of a container is not told of by the variable of a loop over that.
             if id(value) in known or (id(value) in items if holder is None else id(holder) in known):
+                continue
+            if named.has(holder, path):
                 continue
             name = path.partition(".")[2]
             if line := _line_for_whole(name, value):
@@ -217,11 +222,11 @@ class ChangingVariables:
         number: int = self._numbers.setdefault(value, next(self._next))  # type: ignore[no-untyped-call]
         return number
 
-    def _known(self) -> set[int]:
-        """What is captured: `memory_of` tensors, and of what leads to them."""
+    def _known(self, named: NamedState) -> set[int]:
+        """What is captured: `memory_of` tensors, and of what leads to them. A small number is everybody's."""
         adapters = [*entered]
-        named = [("", root) for each in adapters for root in each.named()]
-        reached = [value for _, value, _ in walk(named, lambda value: True, code=True, most=MOST)]
+        found = walk([("", each) for each in named.objects], lambda value: True, code=True, most=MOST)
+        reached = [value for _, value, _ in found if not is_plain(value)]
         modules = [part for each in adapters for module in each.modules() for part in module.modules()]
         captured = (held for each in adapters for held in each.captured)
         return {*captured, *map(memory_of, chain(modules, reached, *map(_tensors_of, reached)))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -310,6 +310,50 @@ def test_a_module_that_each_step_makes_anew_is_not_named(arena: Path, caplog: py
             step(snap, model, optim)
     (said,) = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text and "kept" in text]
     assert "fast" not in said
+
+
+class Part:
+    def __init__(self) -> None:
+        self.turn = 0
+
+
+class Keeping(torch.nn.Linear):
+    """Keeps a count, a mean and a generator."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 3)
+        self.count, self.mean, self.part = 0, torch.zeros(2), Part()
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.part.turn += 1
+        self.mean = self.mean + x.detach().mean(0) + torch.randn(2, generator=self.noise)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("get", "left"),
+    [
+        (lambda model: lambda: model.count, ["model0.mean", "model0.part.turn"]),
+        (lambda model: lambda: (model.count, model.part.turn), ["model0.mean"]),
+        (lambda model: lambda: vars(model), []),
+    ],
+    ids=["one", "two", "all"],
+)
+def test_to_name_an_attribute_names_nothing_else_of_its_object(
+    get: Callable[[Keeping], Callable[[], Any]], left: list[str], arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Keeping()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    snap = InMemorySnapshot(model, optim)
+    read = get(model)
+    assert [*generators([("model0", model)], [read])] == (["model0.noise"] if left else [])
+    snap.track("some", get=lambda: read() and 0, set=lambda held: None)
+    with snap:
+        for _ in snap.steps(9):
+            step(snap, model, optim)
+    assert [name for text in named(caplog) for name in text.split("; ")] == left
 
 
 class OfALibrary:

@@ -501,7 +501,7 @@ class Experience:
         self.rows = np.zeros((4096, 3))
         self.place = 0
 
-    def add(self) -> None:
+    def __call__(self) -> None:
         self.rows[self.place] = 1
         self.place += 1
 
@@ -537,7 +537,7 @@ def test_what_a_library_keeps_for_steps_is_named_once(caplog: pytest.LogCaptureF
     def after() -> None:
         mean.update()
         one.update()
-        experience.add()
+        experience()
         room.step()
         given.update()
         meter.count += 1
@@ -586,6 +586,15 @@ def test_beside_a_model_only_the_part_that_changes_is_named(caplog: pytest.LogCa
     lines = ["vars(keeping.own).update", 'setattr(keeping, "mean", value)', 'extra={"average": keeping.average}']
     assert all(said.count(line) == 1 for line in lines)
     assert "vars(keeping)" not in said
+
+
+def test_beside_an_attribute_that_is_named_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    keeping = Keeping(job.model)
+    snap = job.hook()
+    snap.track("mean", get=lambda: keeping.mean, set=lambda value: setattr(keeping, "mean", value))
+    said = "".join(said_of(snap, job, keeping.after, caplog))
+    assert "vars(keeping.own).update" in said and "keeping.average}" in said and '"mean"' not in said
 
 
 def test_weights_of_a_sampler_that_steps_change_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
