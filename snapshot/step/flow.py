@@ -138,6 +138,7 @@ class Flow:
         self._trained = Trained(values)
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
         self._loops: list[ast.AST] = []
+        self._is_over = False  # the loop that the steps are in
         self._counting: set[ast.AST] = set()  # turns that the script counts, and not the hook
         self._decided: Origins = NONE  # what decides whether this statement runs
         self._told: dict[str, Origins] = {}  # by object, what decides whether it is told something
@@ -147,6 +148,7 @@ class Flow:
             self._trace.keep(outside)
             self._trace.carry([*filter(outside, self._trace.lines), *self._given])
             self._block(function.body)
+            self._is_over = False
             self._reaches(frozenset(filter(self._trace.feeds, self._trace.now)))
 
     def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
@@ -230,6 +232,7 @@ class Flow:
                 self._each_of(node, is_turn)
             self._block(node.body)
         self._loops.pop()
+        self._is_over |= node in self._turns[:1]
         self._block(node.orelse)
 
     def _each_of(self, node: ast.For | ast.AsyncFor, is_turn: bool) -> None:
@@ -441,7 +444,9 @@ class Flow:
         return {path for path in self._given if path in self._trace.now and not self._trace.now[path]}
 
     def _reaches(self, origins: Origins) -> None:
-        """A value reaches a step."""
+        """A value reaches a step. What follows the last one does not matter to any."""
+        if self._is_over:
+            return
         for each in origins - KNOWN_TO_US:
             if each == NUMBER:
                 self.found.numbered = True

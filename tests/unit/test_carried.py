@@ -954,6 +954,25 @@ def test_a_generator_that_reads_on_in_another_is_named(caplog: pytest.LogCapture
     assert "scales = iter(snap.data(" in said(with_what_another_generator_holds, caplog, "a restart begins it anew")
 
 
+def finished(model: nn.Module, losses: list[float], best: float) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 4)).sum().mul(best + len(losses)).item()
+
+
+def with_a_function_after_its_loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    best, warmth = 0.0, 1.0
+    losses = list[float]()
+    for _ in snap.steps(STEPS):
+        loss = job.model(torch.randn(2, 4)).sum() * warmth
+        loss.backward()
+        yield
+        job.update()
+        losses.append(loss.item())
+        best = max(best, loss.item())
+        warmth *= 0.5
+    finished(job.model, losses, best)
+
+
 def with_what_an_option_leaves_out(snap: InMemorySnapshot, job: Job, scaler: Any = None) -> Iterator[None]:
     for _ in snap.steps(STEPS):
         loss = job.model(torch.randn(2, 4)).sum()
@@ -1699,6 +1718,7 @@ NONE: list[str] = []
         (with_generators_that_only_draw, NONE, NONE),
         (with_two_targets, ['"first", tensors=first)', '"second", tensors=second)'], ["shadow"]),
         (with_a_target, ['snap.track("target", tensors=target)'], NONE),
+        (with_a_function_after_its_loop, ["warmth (line"], ["best (line", "losses (line"]),
         (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
         (with_a_solver_for_each_batch, NONE, NONE),
         (lambda snap, job: Weighted(job).train(snap), ["self.weighting.history (line"], ["told"]),
