@@ -27,11 +27,12 @@ from holdfast.snapshot.step.turns import BEGIN
 
 ENV = DRIFT.variable
 
-BEGUN = (
-    "do it before entering, or once the step has begun. What a loop does at the top of a pass is done once more when a "
-    "restart goes on in the middle of that pass: do it at the end of the pass before, or in every step"
+DRAWN_AGAIN = "iter(DataLoader) draws from a generator; a schedule or counter at the top of the loop moves on"
+
+DONE_AGAIN = (
+    "(what is done at the top of a pass is done again after a restart in the middle of it): do that before entering, "
+    "or where a pass begins only, as by `data = snap.data(loader)` and `if not data.position: ...`"
 )
-"""What a loop that says where its steps begin can do about it."""
 
 log = get_log(__name__)
 
@@ -80,12 +81,11 @@ class Resumed:
             )
         if not changed:
             return
-        text = (
-            f"{some(changed, between=', ')}: no longer what was restored of step {self._step}, as something "
-            "changed it before the first step began (iter(DataLoader) draws from a generator; a schedule or counter "
-            f"at the top of the loop moves on): {BEGUN if declared else BEGIN}"
+        why = DONE_AGAIN if declared else f"({DRAWN_AGAIN}): {BEGIN}"
+        refuse(
+            f"{some(changed, between=', ')}: no longer what was restored of step {self._step}, as something changed it "
+            f"before the first step began {why}"
         )
-        refuse(text)
 
     def _drifted(self) -> list[str]:
         """The generators, data iterators and the like that differ from when that step began originally."""

@@ -472,3 +472,32 @@ def test_a_batch_that_was_read_before_entering_is_refused_where_forward_runs_in_
     life(closing, Ahead(), STOP + 1)
     with pytest.raises(StateMismatch, match="given another batch"):
         life(closing, Ahead(), None, seed=99)
+
+
+# ------------------------------------------------------------------ what is done at the top of a pass
+
+
+def resetting(*, at_beginnings: bool) -> Loop:
+    """Each pass begins with another running mean, which is a buffer of the model's."""
+
+    def loop(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+        data = snap.data([torch.full((6, 4), float(number)) for number in range(4)])
+        for _ in range(snap.epoch, 3):
+            if not at_beginnings or not data.position:
+                job.model[1].reset_running_stats()
+            for x in data:
+                job.model(x).square().sum().backward()
+                yield
+                job.step()
+
+    return loop
+
+
+@pytest.mark.parametrize("stop", [2, 4, 5, 6, 8, 9])
+def test_what_a_pass_begins_with_may_be_done_where_the_place_in_it_is_none(stop: int) -> None:
+    trial(resetting(at_beginnings=True), stop=stop)
+
+
+def test_what_a_pass_begins_with_is_not_done_again_in_the_middle_of_it() -> None:
+    with pytest.raises(StateMismatch, match=r"running_mean.*data\.position"):
+        trial(resetting(at_beginnings=False), stop=6)
