@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MappingProxyType, MethodType
@@ -90,6 +91,26 @@ class Carries:
         """Add what another function carries. The line that is known already stays."""
         for name in self.__slots__:
             setattr(self, name, getattr(other, name) | getattr(self, name))
+
+
+def _taken(node: ast.AST, option: Callable[[ast.expr], bool | None]) -> ast.AST:
+    """The same without what options turn off. `option`: see `Trace.option`."""
+
+    def of_list(parts: Iterable[Any]) -> Iterator[Any]:
+        for each in parts:
+            settled = option(each.test) if isinstance(each, ast.If) else None
+            if settled is not None:
+                yield from of_list(each.body if settled else each.orelse)
+            else:
+                yield _taken(each, option) if isinstance(each, ast.AST) else each
+
+    found = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            setattr(found, name, [*of_list(value)])
+        elif isinstance(value, ast.AST):
+            setattr(found, name, _taken(value, option))
+    return found
 
 
 class Flow:
@@ -218,7 +239,8 @@ class Flow:
         is_turn = node in self._turns
         if is_turn and node not in self._candidates:
             known = {path for path, origins in self._trace.now.items() if origins & KNOWN_TO_US}
-            self._candidates[node] = [path for path in self._assigned_in([node]) if path not in known]
+            assigned = self._assigned_in([_taken(node, self._trace.option)])
+            self._candidates[node] = [path for path in assigned if path not in known]
         self._loops.append(node)
         for _ in range(2):  # what a turn leaves reaches the next one
             if is_turn:

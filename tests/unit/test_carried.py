@@ -973,6 +973,18 @@ def with_a_function_after_its_loop(snap: InMemorySnapshot, job: Job) -> Iterator
     finished(job.model, losses, best)
 
 
+def with_an_update_that_an_option_leaves_out(snap: InMemorySnapshot, job: Job, bonus: bool = False) -> Iterator[None]:
+    reward, warmth = 1.0, 1.0
+    for _ in snap.steps(STEPS):
+        if bonus:
+            reward *= 2.0
+        else:
+            warmth *= 0.5
+        (job.model(torch.randn(2, 4)).sum() * reward * warmth).backward()
+        yield
+        job.update()
+
+
 def with_what_an_option_leaves_out(snap: InMemorySnapshot, job: Job, scaler: Any = None) -> Iterator[None]:
     for _ in snap.steps(STEPS):
         loss = job.model(torch.randn(2, 4)).sum()
@@ -1718,6 +1730,7 @@ NONE: list[str] = []
         (with_generators_that_only_draw, NONE, NONE),
         (with_two_targets, ['"first", tensors=first)', '"second", tensors=second)'], ["shadow"]),
         (with_a_target, ['snap.track("target", tensors=target)'], NONE),
+        (with_an_update_that_an_option_leaves_out, ["warmth (line"], ["reward"]),
         (with_a_function_after_its_loop, ["warmth (line"], ["best (line", "losses (line"]),
         (with_a_target_that_a_model_leads, ["targets[0] (line"], ["follower", "leader"]),
         (with_a_solver_for_each_batch, NONE, NONE),
