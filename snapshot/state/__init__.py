@@ -10,6 +10,7 @@ __all__ = [
     "libraries",
     "live",
     "manifest",
+    "named",
     "optimizers",
     "record",
     "replicas",

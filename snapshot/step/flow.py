@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import ast
-import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MappingProxyType, MethodType
@@ -19,12 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.state.walk import is_ours, is_users_own
 from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
-from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, may_change, read_by, read_in, renamed
+from holdfast.snapshot.step.script import MISSING, Helper, Named, RunningValues, assigned_by, read_by, read_in, renamed
 from holdfast.snapshot.step.syntax import (
     Function,
-    assigned_in,
-    called_in,
+    as_run,
     changed_by,
+    ends_in_error,
     innermost_path,
     name_of_call,
     outlives,
@@ -93,26 +92,6 @@ class Carries:
             setattr(self, name, getattr(other, name) | getattr(self, name))
 
 
-def _taken(node: ast.AST, option: Callable[[ast.expr], bool | None]) -> ast.AST:
-    """The same without what options turn off. `option`: see `Trace.option`."""
-
-    def of_list(parts: Iterable[Any]) -> Iterator[Any]:
-        for each in parts:
-            settled = option(each.test) if isinstance(each, ast.If) else None
-            if settled is not None:
-                yield from of_list(each.body if settled else each.orelse)
-            else:
-                yield _taken(each, option) if isinstance(each, ast.AST) else each
-
-    found = copy.copy(node)
-    for name, value in ast.iter_fields(node):
-        if isinstance(value, list):
-            setattr(found, name, [*of_list(value)])
-        elif isinstance(value, ast.AST):
-            setattr(found, name, _taken(value, option))
-    return found
-
-
 class Flow:
     """Follows the values of one function.
 
@@ -147,14 +126,14 @@ class Flow:
         self._function = function
         self._given = {*given}
         self._returned = returned
-        self._value_of = values.of
+        self._values, self._value_of = values, values.of
         self._named = named
         self._turns = turns
         self._top = top
         self._helpers = helpers
         self._gives = gives
         self._within: dict[tuple[str, bool], Flow] = {}  # see `_inside`
-        lines = dict.fromkeys(given, 0) | self._assigned_in(turns or [function])
+        lines = dict.fromkeys(given, 0) | assigned_by(turns or [function], helpers, values)
         self._trace = Trace(function, values, named, lines, self._returned_by, self._given_by)
         self._trained = Trained(values)
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
@@ -171,14 +150,6 @@ class Flow:
             self._block(function.body)
             self._is_over = False
             self._reaches(frozenset(filter(self._trace.feeds, self._trace.now)))
-
-    def _assigned_in(self, nodes: Iterable[ast.AST]) -> dict[str, int]:
-        """As `assigned_in`, with what the functions assign that are called there."""
-        nodes = list(nodes)
-        found = assigned_in(nodes, lambda path: may_change(self._value_of(path)))
-        for path in called_in(nodes):
-            found = (self._helpers[path].writes(self._value_of) if path in self._helpers else {}) | found
-        return found
 
     # ------------------------------------------------------------------ statements
 
@@ -239,7 +210,7 @@ class Flow:
         is_turn = node in self._turns
         if is_turn and node not in self._candidates:
             known = {path for path, origins in self._trace.now.items() if origins & KNOWN_TO_US}
-            assigned = self._assigned_in([_taken(node, self._trace.option)])
+            assigned = assigned_by([as_run(node, self._trace.option)], self._helpers, self._values)
             self._candidates[node] = [path for path in assigned if path not in known]
         self._loops.append(node)
         for _ in range(2):  # what a turn leaves reaches the next one
@@ -293,13 +264,8 @@ class Flow:
         """One of these blocks runs, as what was `tested` decides."""
         decided = self._decided
         self._decided |= tested
-        self._trace.either(partial(self._way, body) for body in bodies)
+        self._trace.either((partial(self._block, body), not ends_in_error(body)) for body in bodies)
         self._decided = decided
-
-    def _way(self, body: list[ast.stmt]) -> bool:
-        """See `Trace.either`."""
-        self._block(body)
-        return not any(isinstance(each, ast.Raise) for each in body)
 
     def _note_again(self, line: int) -> None:
         """What is trained is changed here by what it was. At the top of a pass, note it: a restart that goes on in the

@@ -100,13 +100,14 @@ class Trace:
         """What is in other paths is gone."""
         self.now = {path: origins for path, origins in self.now.items() if is_kept(path)}
 
-    def either(self, ways: Iterable[Callable[[], bool]]) -> None:
-        """One of these runs: a value may come from what any of them leaves. Each tells whether what follows runs, too:
+    def either(self, ways: Iterable[tuple[Callable[[], None], bool]]) -> None:
+        """One of these runs: a value may come from what any of them leaves. With each, whether what follows runs, too:
         not if it ends in an error."""
         before, left = self.now, list[dict[str, Origins]]()
-        for way in ways:
+        for way, goes_on in ways:
             self.now = dict(before)
-            if way():
+            way()
+            if goes_on:
                 left.append(self.now)
         self.now = {} if left else before
         for path, origins in (each for now in left for each in now.items()):

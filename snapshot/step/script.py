@@ -11,7 +11,7 @@ import inspect
 import multiprocessing.queues
 import queue
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -366,6 +366,15 @@ def enters(function: Function, values: RunningValues, line: int) -> ast.With | a
                 if any(is_ours(values.of(name)) for name in names):
                     return each
     return None
+
+
+def assigned_by(nodes: Iterable[ast.AST], helpers: Mapping[str, Helper], values: RunningValues) -> dict[str, int]:
+    """As `assigned_in`, with what the functions assign that are called there."""
+    nodes = list(nodes)
+    found = assigned_in(nodes, lambda path: may_change(values.of(path)))
+    for path in called_in(nodes):
+        found = (helpers[path].writes(values.of) if path in helpers else {}) | found
+    return found
 
 
 Reading = tuple[Collection[str], Collection[str]]

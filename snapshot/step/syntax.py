@@ -8,10 +8,11 @@ other functions know has a path that begins with a dot: what the script calls it
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from pathlib import PurePath
@@ -102,6 +103,31 @@ def parts_of(function: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield each
             yield from parts_of(each)
+
+
+def as_run(node: ast.AST, option: Callable[[ast.expr], bool | None]) -> ast.AST:
+    """The same without what options turn off. `option`: what an option says; None: it is no option."""
+
+    def of_list(parts: Iterable[Any]) -> Iterator[Any]:
+        for each in parts:
+            settled = option(each.test) if isinstance(each, ast.If) else None
+            if settled is not None:
+                yield from of_list(each.body if settled else each.orelse)
+            else:
+                yield as_run(each, option) if isinstance(each, ast.AST) else each
+
+    found = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            setattr(found, name, [*of_list(value)])
+        elif isinstance(value, ast.AST):
+            setattr(found, name, as_run(value, option))
+    return found
+
+
+def ends_in_error(body: Collection[ast.stmt]) -> bool:
+    """Whether what follows these statements does not run after them."""
+    return any(isinstance(each, ast.Raise) for each in body)
 
 
 def loops_at(function: ast.AST, line: int) -> list[ast.For | ast.While]:
