@@ -7,7 +7,7 @@ the user; the rest is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import get_ident
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
 from holdfast.snapshot.step.flow import Carries
-from holdfast.snapshot.step.gradients import STEPS_NOTED, Ahead, holding
+from holdfast.snapshot.step.gradients import STEPS_NOTED, Ahead, Forgotten, holding
 from holdfast.snapshot.step.position import Position
 from holdfast.snapshot.step.syntax import shown
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
@@ -208,6 +208,7 @@ class FirstTurns:
         self._iterators = Iterators(restored.loop.get("workers", {}), self._is_training)
         self._variables = Variables(restored.loop.get("variables", {}))
         self._ahead: Ahead | None = None
+        self._forgotten: Forgotten | None = None
         self._changing: ChangingVariables | None = None
         self._carried: CarriedVariables | None = None
 
@@ -236,6 +237,7 @@ class FirstTurns:
             self._unstepped = Unstepped(adapter) if adapter.modules() and adapter.optimizers() else None
             return
         self._inputs = restored.inputs or None
+        self._forgotten = Forgotten(adapter.modules(), restored.loop.get("gradients", ()), log.warning)
         if self._checks.resumption:
             self._state = Resumed(adapter, engine, restored.began, restored.snapshot.step)
             self._inputs_are_unknown = restored.inputs is None
@@ -265,12 +267,6 @@ class FirstTurns:
     def _begun_at(self) -> int:
         """The step with which this process began."""
         return 0 if self._restored.snapshot is None else self._restored.snapshot.step
-
-    @property
-    def forgotten(self) -> Collection[str]:
-        """The parameters that had a gradient as the restored snapshot was taken: gradients are not in it."""
-        held: Collection[str] = self._restored.loop.get("gradients", ())
-        return held
 
     # ------------------------------------------------------------------ what the script keeps
 
@@ -337,6 +333,11 @@ class FirstTurns:
         if self._ahead is not None and self._ahead.found(what):
             raise ConfigError(AHEAD)
 
+    def _stop_looking_back(self) -> None:
+        if self._forgotten is not None:
+            self._forgotten.remove()
+            self._forgotten = None
+
     def _stop_looking_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.remove()
@@ -369,6 +370,7 @@ class FirstTurns:
         entered.pop(self._adapter, None)
         self._iterators.remove()
         self._stop_looking_ahead()
+        self._stop_looking_back()
         if self._carried is not None:
             self._carried.stop()
 
@@ -494,6 +496,7 @@ class FirstTurns:
         self._inputs = self._unstepped = None
         if self._ahead is not None:
             self._ahead.stepped()
+        self._stop_looking_back()
 
     def came_round(self) -> None:
         """A turn of a loop that declares has ended, and no optimizer has stepped in it. Raises as `Unstepped.look`."""

@@ -82,7 +82,7 @@ class Loop:
         self._auditor = auditor
         self._deadline_s = deadline_s
         self._on_step_ended = on_step_ended
-        self._gradients = Gradients(adapter.modules(), log.warning, lambda: self._hear(Event.ZEROED), first.forgotten)
+        self._gradients = Gradients(adapter.modules(), log.warning, lambda: self._hear(Event.ZEROED))
         self._steppers = adapter.steppers()
         self._has_several = len(adapter.optimizers()) > 1
         self._has_none = bool(adapter.modules()) and not adapter.optimizers()

@@ -54,16 +54,10 @@ class Gradients:
     Args:
         say: logs a warning.
         zeroed: called as gradients are computed once more in a step, and were zeroed meanwhile.
-        forgotten: the parameters that had a gradient as the restored snapshot was taken, see `holding`. A restore has
-            given them zeros, to which the first turn may add.
     """
 
     def __init__(
-        self,
-        modules: Sequence[torch.nn.Module],
-        say: Callable[..., object],
-        zeroed: Callable[[], None],
-        forgotten: Collection[str] = (),
+        self, modules: Sequence[torch.nn.Module], say: Callable[..., object], zeroed: Callable[[], None]
     ) -> None:
         self._say = say
         self._zeroed = zeroed
@@ -76,8 +70,6 @@ class Gradients:
         self._kept: dict[str, int] = {}  # those of them whose gradients were added to an earlier step's, and when
         self._count = 0
         self._watched = dict(first_trained(modules))
-        states = {name: _state_of(p.grad) for name, p in self._watched.items() if name in forgotten}
-        self._forgotten = {name: state for name, state in states.items() if state is not None}  # until one has stepped
         self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._watched.items()]
 
     def stepped(self) -> None:
@@ -91,7 +83,6 @@ class Gradients:
                 self._once(KEPT, name)
         self._kept.clear()
         self._seen.clear()
-        self._forgotten.clear()
 
     def come_round(self) -> None:
         """A loop that says where its steps begin has come round, and no optimizer has stepped."""
@@ -130,10 +121,9 @@ class Gradients:
                 return  # Megatron adds them up in `main_grad`, and takes `grad` away here
             first, added = name not in self._seen, self._seen.get(name)
             self._seen[name] = added or self._holds(gradient)
-            is_forgotten = first and name in self._forgotten and self._forgotten[name] == _state_of(parameter.grad)
-            if first and not self._steps and not is_forgotten:
+            if first and not self._steps:
                 return
-            held = is_forgotten or self._holds(parameter.grad)
+            held = self._holds(parameter.grad)
             if first and held:
                 self._kept[name] = parameter._version
             elif not first and held is False and (added or parameter.grad is None):  # else it was zero before, too
@@ -158,6 +148,36 @@ class Gradients:
         if text not in self._said:
             self._said.add(text)
             self._say(text, *values)
+
+
+class Forgotten:
+    """Notices, in the first turn after a restart, that it adds to gradients that the snapshot did not hold. `Gradients`
+    finds the same in a process that has made two steps. Used by the training thread, as that.
+
+    Args:
+        held: the parameters that had a gradient as the snapshot was taken; see `holding`. A restore gives them zeros.
+        say: logs a warning.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], held: Collection[str], say: Callable[..., object]) -> None:
+        self._say = say
+        self._unseen = {name: p for name, p in first_trained(modules) if name in held and p.grad is not None}
+        self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._unseen.items()]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._unseen.clear()
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        restored = _state_of(parameter.grad)
+
+        def before_it_is_added(gradient: torch.Tensor) -> None:
+            if self._unseen.pop(name, None) is not None and _state_of(parameter.grad) == restored:
+                self._say(KEPT, name)  # nobody has zeroed it
+
+        return before_it_is_added
 
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:

@@ -151,24 +151,6 @@ def test_gradients_that_are_zeroed_in_a_step_that_does_not_use_them_are_not_kept
         watched.gradients.stepped()
 
 
-@pytest.mark.parametrize("is_used", [False, True])
-def test_gradients_that_a_restart_forgets_are_told_of_if_a_step_uses_them(is_used: bool, watched: Watched) -> None:
-    """A loss that passes through a generator adds to what it had; the loop zeroes it before the generator trains."""
-    watched.model.weight.grad = torch.zeros(1, 2)  # as a restore gives it
-    forgotten = Gradients(
-        [watched.model], lambda *line: watched.said.append(line), lambda: None, {"model0.weight", "model0.bias"}
-    )
-    watched.backward()
-    if not is_used:
-        watched.zero()
-        watched.backward()
-    with torch.no_grad():
-        watched.model.weight.add_(1)
-    forgotten.stepped()
-    forgotten.remove()
-    assert watched.said == [(KEPT, "model0.weight")] * is_used
-
-
 def test_a_step_that_is_left_out_is_noticed(watched: Watched) -> None:
     for step in range(6):
         watched.backward()
