@@ -47,6 +47,10 @@ REPORTS = 8
 """How often ranks report in an interval at least, however little is pending, so that all hear soon of a node that is to
 be taken away."""
 
+LEAVE_DEADLINE_S = 600.0
+"""How long the ranks hold still at most while a node that leaves hands over what it holds, beside what its bytes may
+take."""
+
 log = get_log(__name__)
 
 
@@ -424,7 +428,7 @@ class Protecting:
             if rank.agreement.minimum([done])() != [True]:
                 log.warning("a node is to be taken away, but step %d is not protected: a later one is tried", step)
                 return
-            rank.agreement.patiently(lambda: rank.client.leave() if leaves else None)
+            rank.agreement.patiently(lambda: rank.client.leave(LEAVE_DEADLINE_S) if leaves else None)
         except AgreementLost as error:
             self.part()
             log.warning("a node is to be taken away, but not all ranks have ended at step %d: %s", step, error)

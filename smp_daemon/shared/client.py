@@ -31,6 +31,7 @@ from holdfast.smp_daemon.shared.limits import (
     MAX_SAYING,
     MOVE_DEADLINE_S,
     move_deadline,
+    slowest_s,
 )
 from holdfast.smp_daemon.shared.paths import known_owner, not_private, socket_path
 from holdfast.smp_daemon.shared.plain import from_plain
@@ -519,15 +520,15 @@ class SmpClient(SmpConnection):
             said = messages.Ended(epoch=self.epoch, coord=coord, step=end.step, failure=end.failure)
             self._call(said, END_DEADLINE_S, turn_s=END_DEADLINE_S)
 
-    def leave(self) -> None:
+    def leave(self, deadline_s: float) -> None:
         """Have the SMP move what it holds to other nodes, while all trainers of the job hold still. Blocks until it
-        has, for as long as the bytes of its arena may take, or `ANSWER_S` more if it does not respond.
+        has, for `deadline_s` and as long as the bytes of its arena may take, or `ANSWER_S` more if it does not respond.
 
         Raises:
             DeadlineExceeded, ConfigError: see `coding.moving.Draining.hand_over`.
         """
-        deadline_s = min(self._read_deadline("*"), messages.LONGEST_S)
-        self._call(messages.Leave(epoch=self.epoch, deadline_s=deadline_s), deadline_s + ANSWER_S)
+        limit_s = min(deadline_s + slowest_s(self._bytes_of("*")), messages.LONGEST_S)
+        self._call(messages.Leave(epoch=self.epoch, deadline_s=limit_s), limit_s + ANSWER_S)
 
     def counters(self) -> dict[str, int]:
         """What the SMP has counted since it started; see `smp_daemon.shared.counters.COUNTS`."""
@@ -544,12 +545,15 @@ class SmpClient(SmpConnection):
         )
 
     def _read_deadline(self, names: str) -> float:
-        """Timeout for an SMP to read or move the files of its arena with such names."""
+        """Timeout for an SMP to read the files of its arena with such names."""
+        return move_deadline(self._bytes_of(names))
+
+    def _bytes_of(self, names: str) -> int:
         length = 0
         for path in self.arena.glob(names):
             with suppress(FileNotFoundError):  # it is deleted meanwhile
                 length += path.stat().st_size
-        return move_deadline(length)
+        return length
 
     def finish(self, epoch: int) -> None:
         """Report that the job has ended well. The SMP removes its arena and ends; blocks until it has.

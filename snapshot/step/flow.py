@@ -126,14 +126,14 @@ class Flow:
         self._function = function
         self._given = {*given}
         self._returned = returned
-        self._values, self._value_of = values, values.of
+        self._value_of = values.of
         self._named = named
         self._turns = turns
         self._top = top
         self._helpers = helpers
         self._gives = gives
         self._within: dict[tuple[str, bool], Flow] = {}  # see `_inside`
-        lines = dict.fromkeys(given, 0) | assigned_by(turns or [function], helpers, values)
+        lines = dict.fromkeys(given, 0) | assigned_by(turns or [function], helpers, values.of)
         self._trace = Trace(function, values, named, lines, self._returned_by, self._given_by)
         self._trained = Trained(values)
         self._candidates: dict[ast.AST, list[str]] = {}  # by loop, what an earlier turn of it leaves
@@ -210,7 +210,7 @@ class Flow:
         is_turn = node in self._turns
         if is_turn and node not in self._candidates:
             known = {path for path, origins in self._trace.now.items() if origins & KNOWN_TO_US}
-            assigned = assigned_by([as_run(node, self._trace.option)], self._helpers, self._values)
+            assigned = assigned_by([as_run(node, self._trace.option)], self._helpers, self._value_of)
             self._candidates[node] = [path for path in assigned if path not in known]
         self._loops.append(node)
         for _ in range(2):  # what a turn leaves reaches the next one
@@ -333,9 +333,12 @@ class Flow:
         )
 
     def _returned_by(self, call: ast.Call) -> Mapping[str, int]:
-        """What the result of a call depends on, by what has run; nothing if its function is followed here."""
-        followed = path_of(call.func) in self._helpers
-        return {} if followed else self._returned.get((self._function, name_of_call(call)), {})
+        """What the result of a call depends on, by what has run; if its function is followed here, what that keeps in
+        its arguments."""
+        called = path_of(call.func)
+        if (helper := self._helpers.get(called)) is not None:
+            return renamed(self._inside(called, helper, gives=True).found.carried, partial(helper.in_given, call))
+        return self._returned.get((self._function, name_of_call(call)), {})
 
     def kept(self) -> dict[str, int]:
         """What the function updates from what it was, and so keeps for others, too; with lines."""
@@ -376,8 +379,7 @@ class Flow:
         of_user = isinstance(called, FunctionType | MethodType) and is_users_own(called) and not is_ours(owner)
         takes = of_user and any(trains(self._value_of(path_of(each))) for each in given)
         if (helper := self._helpers.get(function)) is not None:
-            by_name = dict(zip(helper.arguments, node.args, strict=False))
-            by_name |= {each.arg: each.value for each in node.keywords if each.arg}
+            by_name = helper.given_in(node)
             if self._is_in_turn:
                 self._note_updated(helper, by_name, node.lineno)
             inside = self._inside(function, helper)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -40,6 +40,7 @@ from holdfast.snapshot.step.syntax import (
     Function,
     assigned_in,
     called_in,
+    calls_in,
     function_of,
     goes_on,
     is_script_path,
@@ -253,18 +254,25 @@ class Helper:
         names = [each.arg for each in (*given.posonlyargs, *given.args)]
         return [*names[bool(self.itself) :], *(each.arg for each in given.kwonlyargs)]
 
-    def writes(self, value_of: Callable[[str], Any]) -> dict[str, int]:
-        """What it assigns that outlives the call, by the paths of the caller, with lines. `value_of`: what these stand
-        for."""
+    def given_in(self, call: ast.Call) -> dict[str, ast.expr]:
+        """What a call gives to its arguments, by their names."""
+        given = dict(zip(self.arguments, call.args, strict=False))
+        return given | {each.arg: each.value for each in call.keywords if each.arg}
+
+    def writes(self, value_of: Callable[[str], Any], call: ast.Call | None = None) -> dict[str, int]:
+        """What it assigns that outlives the call, by the paths of the caller, with lines.
+
+        Args:
+            value_of: what these paths stand for.
+            call: without one, what it assigns in its arguments is left out.
+        """
 
         def value_inside(path: str) -> Any:
-            return value_of(self.called_outside(path))
+            return value_of(self.called_by(call, path))
 
         is_kept = outlives(self.function)
-        found = assigned_in([self.function], lambda path: may_change(value_inside(path)))
-        for helper in self.calls.values():
-            found = helper.writes(value_inside) | found
-        return renamed({path: line for path, line in found.items() if is_kept(path)}, self.called_outside)
+        found = assigned_by([self.function], self.calls, value_inside)
+        return renamed({path: line for path, line in found.items() if is_kept(path)}, partial(self.called_by, call))
 
     def reads(self, wanted: Callable[[Any], bool]) -> bool:
         """Whether it, or a helper of it, reads such a value."""
@@ -285,12 +293,25 @@ class Helper:
             return path
         return self.owner and self.owner + path[len(self.itself) :]
 
+    def in_given(self, call: ast.Call, path: str) -> str:
+        """The caller's path of a part of what a call gives to an argument; empty for other paths of the function."""
+        return self.called_by(call, path) if root_of(path) in self.arguments else ""
+
+    def called_by(self, call: ast.Call | None, path: str) -> str:
+        """As `called_outside`, and of a part of an argument, the path of what this call gives to it."""
+        root = root_of(path)
+        if root not in self.arguments:
+            return self.called_outside(path)
+        given = self.given_in(call).get(root) if call is not None and root != path else None
+        outer = path_of(given) if given is not None else ""
+        return outer and outer + path[len(root) :]
+
     def called_in_script(self, path: str, module: Any) -> str:
         """The script's path for what the function keeps in a global variable, maybe of another module than its
         caller's; empty for what it keeps elsewhere."""
         if is_script_path(path):
             return path
-        if root_of(path) in {*self.free, self.itself}:
+        if root_of(path) in {*self.free, *self.arguments, self.itself}:
             return ""
         own = str(self.values.of("__name__"))
         return script_path(path if own == module else f"{own.rpartition('.')[2]}.{path}")
@@ -368,12 +389,15 @@ def enters(function: Function, values: RunningValues, line: int) -> ast.With | a
     return None
 
 
-def assigned_by(nodes: Iterable[ast.AST], helpers: Mapping[str, Helper], values: RunningValues) -> dict[str, int]:
-    """As `assigned_in`, with what the functions assign that are called there."""
+def assigned_by(
+    nodes: Iterable[ast.AST], helpers: Mapping[str, Helper], value_of: Callable[[str], Any]
+) -> dict[str, int]:
+    """As `assigned_in`, with what the functions assign that are called there. `value_of`: what a path stands for."""
     nodes = list(nodes)
-    found = assigned_in(nodes, lambda path: may_change(values.of(path)))
-    for path in called_in(nodes):
-        found = (helpers[path].writes(values.of) if path in helpers else {}) | found
+    found = assigned_in(nodes, lambda path: may_change(value_of(path)))
+    for call in calls_in(nodes):
+        helper = helpers.get(path_of(call.func))
+        found = (helper.writes(value_of, call) if helper is not None else {}) | found
     return found
 
 

@@ -138,26 +138,27 @@ def loops_at(function: ast.AST, line: int) -> list[ast.For | ast.While]:
 
 def called_in(nodes: Iterable[ast.AST]) -> list[str]:
     """The paths that are called."""
-    return list(dict.fromkeys(path for each in _calls_in(nodes) if (path := path_of(each.func))))
+    return list(dict.fromkeys(path for each in calls_in(nodes) if (path := path_of(each.func))))
 
 
 def sources_in(nodes: Iterable[ast.AST]) -> set[str]:
     """The paths that are given to a call of ``data``."""
-    calls = [each for each in _calls_in(nodes) if name_of_call(each) == "data"]
+    calls = [each for each in calls_in(nodes) if name_of_call(each) == "data"]
     return {path for each in calls for given in each.args if (path := path_of(given))}
 
 
 def stepped_in(nodes: Iterable[ast.AST]) -> dict[str, int]:
     """The paths of objects whose ``step`` is called, with the first line of each."""
     found: dict[str, int] = {}
-    for each in _calls_in(nodes):
+    for each in calls_in(nodes):
         owner, _, name = path_of(each.func).rpartition(".")
         if owner and name == "step":
             found[owner] = min(found.get(owner, each.lineno), each.lineno)
     return found
 
 
-def _calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+def calls_in(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+    """The calls of anything."""
     return [each for top in nodes for each in (top, *parts_of(top)) if isinstance(each, ast.Call)]
 
 

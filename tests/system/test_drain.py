@@ -190,7 +190,7 @@ class TestANodeThatIsDrained:
         for length in (1000, 10**12):
             with (client.arena / "slot.of-a-large-node").open("wb") as file:
                 file.truncate(length)
-            client.leave()
+            client.leave(DEADLINE_S)
         (least, waits), (most, longest) = sent
         assert least < waits < 1000
         assert 10_000 < most < longest
@@ -203,7 +203,7 @@ class TestANodeThatIsDrained:
         draining = ground.meanwhile(drain, ground, "node1")
         await_that(lambda: trainer.client.board.leaving)
         assert not run["dp0"].client.board.leaving
-        trainer.client.leave()
+        trainer.client.leave(DEADLINE_S)
         held = {coord for name in ("dp0", "dp2") for _, coord in run[name].client.inventory().shards}
         assert held == {"dp0", "dp1", "dp2"}
         leave(run)

@@ -590,6 +590,29 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Room, "__module__", "a_gym")
 
 
+def eases(args: SimpleNamespace, factor: float = 0.9) -> float:
+    args.scale = args.scale * factor
+    args.told = args.told + 1
+    return float(args.scale)
+
+
+def with_a_function_that_keeps_in_its_argument(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    options = SimpleNamespace(scale=1.0, told=0)
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(2, 4)).sum() * eases(options, factor=0.8)).backward()
+        yield
+        job.update()
+
+
+def with_a_function_that_changes_its_argument(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    options = SimpleNamespace(scale=1.0, told=0)
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(2, 4)).sum() * options.scale).backward()
+        yield
+        job.update()
+        eases(args=options)
+
+
 EASE, EASED = 1.0, 0
 
 
@@ -1705,6 +1728,8 @@ NONE: list[str] = []
             ["room (line", "get=lambda: cloudpickle.dumps(vars(room))", "cloudpickle.dumps(vars(inner_room))"],
             ["seen (line", "eval_room", "other_room"],
         ),
+        (with_a_function_that_keeps_in_its_argument, ["options.scale (line"], ["args."]),
+        (with_a_function_that_changes_its_argument, ["options.scale (line"], ["args.", "told"]),
         (with_a_global_variable_of_a_function, ["EASE (line", 'kept["EASE"] for EASE'], ["EASED"]),
         (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
