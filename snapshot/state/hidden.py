@@ -291,8 +291,10 @@ def sample_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
     """Bytes that differ if the value does, most probably; None if it is computed anew in each step, or is no data."""
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else value.reshape(-1)[:: 1 + value.size // SAMPLED].tobytes()
-    part = local(value).detach()
-    return elements_of(part, SAMPLED) if value.is_leaf and is_dense(part) else None
+    part = local(value)
+    if not value.is_leaf or type(part) not in (torch.Tensor, torch.nn.Parameter):
+        return None  # others may refuse to be detached
+    return elements_of(part.detach(), SAMPLED) if is_dense(part.detach()) else None
 
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

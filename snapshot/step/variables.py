@@ -250,9 +250,13 @@ def _reported_as(name: str, which: Any) -> set[str]:
 
 def _line_for_whole(name: str, value: Any) -> str:
     """The line by which an optimizer around another one, or an object with a state of its own, is given; else empty."""
-    if is_optimizer(value) and next(nested("", value))[1] is not value:
+    if _wraps_optimizer(value):
         return f"optim={name}, in place of what is inside it"
     return f'extra={{"{name.rpartition(".")[2]}": {name}}}' if has_state(value) else ""
+
+
+def _wraps_optimizer(value: Any) -> bool:
+    return is_optimizer(value) and next(nested("", value))[1] is not value
 
 
 def _line(name: str, which: Any) -> str:
@@ -312,7 +316,7 @@ def _may_change(value: Any) -> bool:
     optimizer may wrap the one that was given, and keep more, as Lookahead does."""
     if isinstance(value, READ_THROUGH):
         return True
-    if package_of(type(value).__module__) not in LIBRARIES and (has_state(value) or is_optimizer(value)):
+    if package_of(type(value).__module__) not in LIBRARIES and (has_state(value) or _wraps_optimizer(value)):
         return True
     return is_users_own(value) and not callable(value)
 

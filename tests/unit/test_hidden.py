@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import hidden
-from holdfast.snapshot.state.hidden import generators, untracked
+from holdfast.snapshot.state.hidden import generators, sample_of, untracked
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import warnings_of
+from tests.unit.test_optimizer_kinds import Rough
 
 
 class Centred(torch.nn.Module):
@@ -552,3 +553,9 @@ def test_tensors_of_helpers_and_sets_of_them_are_found() -> None:
     roots = [("model0", torch.nn.Sequential(Helped()))]
     names = untracked(roots, set(map(memory_of, generators(roots, []).values())))
     assert names == ["model0.0.noise.last[0]", "model0.0.noise.parts"]
+
+
+def test_a_tensor_that_refuses_to_be_looked_at_is_not_looked_at() -> None:
+    rough: Any = Rough(torch.zeros(3, dtype=torch.int8), torch.ones(()), "signed")
+    assert sample_of(rough) is None
+    assert sample_of(torch.nn.Parameter(torch.ones(3))) is not None
