@@ -27,12 +27,16 @@ from holdfast.snapshot.step.turns import BEGIN
 
 ENV = DRIFT.variable
 
-DRAWN_AGAIN = "iter(DataLoader) draws from a generator; a schedule or counter at the top of the loop moves on"
+DRAWN_AGAIN = (
+    f"(iter(DataLoader) draws from a generator; a schedule or counter at the top of the loop moves on): {BEGIN}"
+)
+"""What may have changed the state before the first step, and what to do about it, in a plain loop."""
 
 DONE_AGAIN = (
     "(what is done at the top of a pass is done again after a restart in the middle of it): do that before entering, "
     "or where a pass begins only, as by `data = snap.data(loader)` and `if not data.position: ...`"
 )
+"""The same in a loop that says where its steps begin."""
 
 log = get_log(__name__)
 
@@ -81,7 +85,7 @@ class Resumed:
             )
         if not changed:
             return
-        why = DONE_AGAIN if declared else f"({DRAWN_AGAIN}): {BEGIN}"
+        why = DONE_AGAIN if declared else DRAWN_AGAIN
         refuse(
             f"{some(changed, between=', ')}: no longer what was restored of step {self._step}, as something changed it "
             f"before the first step began {why}"

@@ -26,7 +26,7 @@ from holdfast.snapshot.state.live import At, Change, Container, LiveTensor, Look
 from holdfast.snapshot.state.optimizers import OptimizerState, check_names
 from holdfast.snapshot.state.steppers import Steppers
 from holdfast.snapshot.state.tracked import Tracked, containers
-from holdfast.snapshot.state.worker_states import copy_worker_states, stateful_loaders
+from holdfast.snapshot.state.worker_states import copy_worker_states
 
 log = get_log(__name__)
 
@@ -69,9 +69,9 @@ class Adapter:
             for name, part in ({} if extra is None else extra).items()
             if part is not None
         }
-        self._loaders: list[Any] = []
+        self._loaders: list[Any] = []  # whose places are captured, as they report them
         for part in self._extra.values():
-            self._follow_loaders(part)
+            self._loaders += copy_worker_states(part)
         self._tracked: dict[str, Tracked] = {}
         with_extra_state(self._roots())  # raises now rather than with the first snapshot
         _warn_of_own_tensors(self._roots())
@@ -100,12 +100,8 @@ class Adapter:
         """Add a piece of state. Raises `ConfigError` if its name is taken."""
         if piece.name in self._tracked:
             raise ConfigError(f"track({piece.name!r}): there is one of that name already")
-        self._follow_loaders(getattr(piece.get, "__self__", None))
+        self._loaders += copy_worker_states(getattr(piece.get, "__self__", None))
         self._tracked[piece.name] = piece
-
-    def _follow_loaders(self, owner: Any) -> None:
-        copy_worker_states(owner)
-        self._loaders += stateful_loaders(owner)
 
     def keeps_place(self, loader: Any) -> bool:
         """Whether the place of a loader, which it reports itself, is captured."""

@@ -16,18 +16,20 @@ TORCHDATAS = "torchdata.stateful_dataloader.stateful_dataloader"
 """Where the loader's class is."""
 
 
-def stateful_loaders(owner: Any) -> list[Any]:
-    """Torchdata's loaders, which report their places: `owner` itself, and those in its attributes."""
-    found = (owner, *getattr(owner, "__dict__", {}).values())
-    return [each for each in found if any(kind.__module__ == TORCHDATAS for kind in type(each).__mro__)]
+def copy_worker_states(owner: Any) -> list[Any]:
+    """Have the workers of torchdata's loaders, which report their places, send copies of their states: of `owner`
+    itself, and in its attributes. Call this before an iterator is made; another call changes nothing.
 
-
-def copy_worker_states(owner: Any) -> None:
-    """Have the workers of `stateful_loaders` send copies of their states. Call this before an iterator is made; another
-    call changes nothing."""
-    for each in stateful_loaders(owner):
+    Returns these loaders."""
+    found = [each for each in (owner, *getattr(owner, "__dict__", {}).values()) if _is_torchdatas(each)]
+    for each in found:
         if each.num_workers and not isinstance(each.worker_init_fn, _Copying):
             each.worker_init_fn = _Copying(each.worker_init_fn)
+    return found
+
+
+def _is_torchdatas(value: Any) -> bool:
+    return any(kind.__module__ == TORCHDATAS for kind in type(value).__mro__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,10 +104,10 @@ class Trace:
         """One of these runs: a value may come from what any of them leaves. With each, whether what follows runs, too:
         not if it ends in an error."""
         before, left = self.now, list[dict[str, Origins]]()
-        for way, goes_on in ways:
+        for way, is_followed in ways:
             self.now = dict(before)
             way()
-            if goes_on:
+            if is_followed:
                 left.append(self.now)
         self.now = {} if left else before
         for path, origins in (each for now in left for each in now.items()):

@@ -186,9 +186,8 @@ class ChangingVariables:
         items = {id(value) for _, value, holder in found if holder is not None and is_tensor_or_array(value)}
         for path, value, holder in found:
             # A tensor of a container is not told of by the variable of a loop over that.
-            if id(value) in known or (id(value) in items if holder is None else id(holder) in known):
-                continue
-            if named.has(holder, path):
+            is_elsewhere = id(value) in items if holder is None else id(holder) in known
+            if id(value) in known or is_elsewhere or named.has(holder, path):
                 continue
             name = path.partition(".")[2]
             if line := _line_for_whole(name, value):
@@ -201,10 +200,10 @@ class ChangingVariables:
                     rates = rates_of_layer(f"{name}.{inner}".rstrip("."), layer) if id(layer) not in known else ()
                     yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
                 continue
-            has_numbers = id(holder) in kept_by or trains_beside_optimizers(holder)
-            part = _sample(value, seen, has_numbers=has_numbers)
+            is_beside = trains_beside_optimizers(holder)
+            part = _sample(value, seen, has_numbers=is_beside or id(holder) in kept_by)
             if part and (which := self._which(value, holder)) is not None:
-                is_alone = type(value) in (int, float) and trains_beside_optimizers(holder)
+                is_alone = type(value) in (int, float) and is_beside
                 told = path if is_alone else _owner_of(path, at)
                 yield (told.partition(".")[2], (path, which)), part
         del kept
@@ -451,7 +450,7 @@ class Kept:
     where: str
     trains: bool
     has_places: bool
-    is_captured: bool = False
+    is_captured: bool
 
 
 watched: WeakKeyDictionary[Any, Kept] = WeakKeyDictionary()
