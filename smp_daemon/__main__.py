@@ -52,7 +52,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
 
     from holdfast.smp_daemon.coding.moving import leave_on_signals
     from holdfast.smp_daemon.ops.web import show
-    from holdfast.smp_daemon.service import Smp, watch  # late: importing NumPy starts threads
+    from holdfast.smp_daemon.service import Smp, finish_after, watch  # late: importing NumPy starts threads
     from holdfast.smp_daemon.shared.spawn import sweep
 
     log_later()  # what the SMP finds in its arena is logged there, once it knows that the arena is its own
@@ -83,6 +83,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             epoch=lambda: epoch_text(smp.store.state.epoch),
         )
         threading.excepthook = _log_bug
+        if arguments.owner_pid is not None:
+            finish_after(smp, arguments.owner_pid)
         web = show(smp, http)
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
@@ -97,7 +99,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
     leave_on_signals(lambda: smp.drainer.run(grace_s, spares, wait=True), smp.stop, grace_s, ended_by.append)
     _say(out, {"ready": asdict(smp.owner)})
     sweep(arguments.arena.parent, zero=settings.ZERO.value(environment))
-    watch(smp, arguments.owner_pid)
+    watch(smp)
     if web is not None:
         web.close()
     smp.close()
@@ -166,11 +168,11 @@ def _detach() -> int:
 def _say(out: int, message: dict[str, object]) -> None:
     """Write the report to `out`, then replace `out` by the null device, so that the reader sees end of file. A reader
     that was killed meanwhile misses the report, and nothing else: the next one finds the SMP."""
+    null = os.open(os.devnull, os.O_WRONLY)  # first: an SMP that has said it is ready does not end for want of a file
     try:
         os.write(out, json.dumps(message).encode() + b"\n")
     except BrokenPipeError:
         log.info("the process that started this SMP has ended meanwhile")
-    null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, out)
     os.close(null)
 

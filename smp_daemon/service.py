@@ -370,20 +370,28 @@ def _bind_if_free(host: str, port: int, network: Network) -> socket.socket:
         return bind_tcp(host, 0, network)
 
 
-def watch(smp: Smp, owner_pid: int | None) -> None:
-    """Look after the SMP until it is told to stop or, if `owner_pid` is given, until that process ends. Blocks."""
-    if owner_pid is not None:
-        threading.Thread(target=_finish_after, args=(smp, owner_pid), name="owner", daemon=True).start()
+def finish_after(smp: Smp, owner_pid: int) -> None:
+    """Make `smp` finish, and remove its arena, as soon as the process `owner_pid` has ended. Does not block.
+
+    Raises:
+        OSError: that process cannot be watched.
+    """
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:  # it has ended before
+        smp.stop(remove=True)
+    else:
+        threading.Thread(target=_finish_after, args=(smp, owner), name="owner", daemon=True).start()
+
+
+def _finish_after(smp: Smp, owner: int) -> None:
+    while not await_end(owner, OWNER_LOOK_S):
+        pass
+    smp.stop(remove=True)
+
+
+def watch(smp: Smp) -> None:
+    """Look after the SMP until it is told to stop. Blocks."""
     pause_s = LOOK_EVERY_S
     while not smp.stopped.wait(pause_s):
         pause_s = smp.look()
-
-
-def _finish_after(smp: Smp, owner_pid: int) -> None:
-    try:
-        owner = os.pidfd_open(owner_pid)
-        while not await_end(owner, OWNER_LOOK_S):
-            pass
-    except ProcessLookupError:
-        pass  # it has ended before
-    smp.stop(remove=True)

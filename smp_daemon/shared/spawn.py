@@ -246,8 +246,13 @@ def sweep(base: Path, *, zero: bool = False, older_than_s: float = RUBBISH_AGE_S
     """Remove arenas in `base` that no restart can use: dead ones that no trainer ever joined, or whose SMP was killed
     while it removed them. Others stay, whatever their age: `holdfast gc` removes those. Returns the removed paths.
     """
-    removed = []
-    for arena in sorted(base.glob("*")):
+    removed: list[Path] = []
+    try:
+        arenas = sorted(base.iterdir())
+    except OSError as error:  # no files left to this process, say: what is left undone here may end no SMP that serves
+        log.warning("arenas that no restart can use are not looked for in %s: %s", base, error)
+        return removed
+    for arena in arenas:
         try:
             if (
                 not is_arena(arena)

@@ -305,6 +305,10 @@ def test_what_is_no_arena_of_ours_is_left_alone(shm: Path, names: list[str]) -> 
     assert list(find_leftovers(shm)) == []
 
 
+def test_a_sweep_of_what_cannot_be_listed_is_left_undone(shm: Path) -> None:
+    assert sweep(shm / "missing") == []
+
+
 def test_gc_sees_an_arena_that_has_no_owner_yet(ground: Ground) -> None:
     (ground.base / "arenas" / "begun").mkdir(parents=True, mode=0o700)
     (ground.base / "arenas" / "begun" / "board").touch()

@@ -584,9 +584,7 @@ class TestAnSmpIsToldNonsense:
         assert serves(smp)
 
     def test_it_serves_again_after_it_has_run_out_of_files(self, ground: Ground) -> None:
-        smp = ground.prepare()
-        smp.owner_pid = None  # watching the owner takes files too, a little after the SMP is ready
-        smp.launch().wait_ready().wait_settled()
+        smp = ground.smp().wait_settled()
         client = smp.client()
         open_files = len(list(Path(f"/proc/{smp.process.pid}/fd").iterdir()))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting, ExitStack() as stack:
