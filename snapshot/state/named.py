@@ -1,21 +1,26 @@
 """What the user has named as state: whole objects, and single attributes of others.
 
 ``snap.track("count", get=lambda: model.count, set=...)`` names one attribute. What else the model keeps is captured,
-and told of, as if nothing of it were named.
+and told of, as if nothing of it were named. So it is with ``extra={"trainer": trainer}``, if the trainer's
+``state_dict`` reads single attributes, and its ``load_state_dict`` sets no others.
 """
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterable
+import inspect
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from holdfast.snapshot.state.walk import is_users_own, referred
+from holdfast.snapshot.state.walk import is_code, is_users_own, parts_of_code, referred
+
+LOADS = ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST")
+"""What instructions are called that read a variable."""
 
 Chain = tuple[str, ...]
 """A variable, and the attributes that are read one after the other: ``("model", "head", "count")``."""
@@ -28,16 +33,18 @@ class NamedState:
     Attributes:
         objects: what is named as a whole, attributes' values included.
         attributes: the attributes that are named of objects, with the ids of these.
+        variables: those that functions take whole. A number that one holds is known by its name only.
     """
 
     objects: list[Any] = field(default_factory=list)
     attributes: set[tuple[int, str]] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
 
     def has(self, holder: Any, path: str) -> bool:
         """Whether the attribute of `holder` at the end of a path is named."""
         return (id(holder), path.rpartition(".")[2]) in self.attributes
 
-    def add(self, value: Any, attributes: Chain) -> None:
+    def add(self, value: Any, attributes: Chain = ()) -> None:
         """These attributes of a value are read, one after the other. What is no plain attribute, such as a property,
         may give anything of the object."""
         holder = None
@@ -60,13 +67,23 @@ def state_named_by(given: Iterable[Any]) -> NamedState:
         if id(each) in seen:
             continue
         seen.add(id(each))
+        if isinstance(each, MethodType) and each.__name__ != "state_dict":
+            found.add(each.__self__)
+            todo.append(each.__func__)
+            continue
+        if is_code(each) and not isinstance(each, FunctionType):
+            todo.extend(part for _, part in parts_of_code(each))
+            continue
         if not isinstance(each, FunctionType):
-            found.objects.append(each)
+            for chain in _saved_by(type(each)):
+                found.add(each, chain)
             continue
         read = chains_in(each.__code__)
         for path, value in referred(each):
-            own = [chain[1:] for chain in read if chain[0] == path.removeprefix(".")]
-            is_attribute = not own and path.removeprefix(".") in each.__globals__  # of something else that is read
+            name = path.removeprefix(".")
+            own = [chain[1:] for chain in read if chain[0] == name]
+            found.variables.update([name] * (() in own))
+            is_attribute = not own and name in each.__globals__  # of something else that is read
             if isinstance(value, FunctionType) and is_users_own(value) and own:
                 todo.append(value)
             elif not is_attribute:
@@ -75,17 +92,35 @@ def state_named_by(given: Iterable[Any]) -> NamedState:
     return found
 
 
+def _saved_by(kind: type) -> Collection[Chain]:
+    """The attributes that a class of the user saves, or makes anew as it is loaded. Other classes save all they have,
+    as does one of whose methods it cannot be told."""
+    methods = [inspect.getattr_static(kind, name, None) for name in ("state_dict", "load_state_dict")]
+    chains = set[Chain]()
+    for method in methods:
+        if not (isinstance(method, FunctionType) and is_users_own(method) and method.__code__.co_argcount):
+            return [()]
+        read = chains_in(method.__code__)
+        if ("super",) in read:
+            return [()]
+        chains |= {chain[1:] for chain in read if chain[0] == method.__code__.co_varnames[0]}
+    return chains
+
+
 @lru_cache(maxsize=256)
 def chains_in(code: CodeType) -> frozenset[Chain]:
-    """The variables of others that a function reads, functions within it included, with the attributes that it takes of
+    """The variables that a function reads, functions within it included, with the attributes that it takes, or sets, of
     each. It takes a value whole if it passes it on, looks into it, or calls a method of it."""
     found, chain = set[Chain](), Chain()
     for each in dis.get_instructions(code):
-        if chain and each.opname == "LOAD_ATTR" and "NULL|self" not in each.argrepr:  # as methods are
+        is_attribute = each.opname == "STORE_ATTR" or (each.opname == "LOAD_ATTR" and "NULL|self" not in each.argrepr)
+        if chain and is_attribute:  # a method is called otherwise
             chain = (*chain, each.argval)
             continue
         found |= {chain} - {()}
-        chain = (each.argval,) if each.opname in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME") else ()
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # some read two variables
+        *whole, chain = [(name,) for name in names] if any(load in each.opname for load in LOADS) else [()]
+        found.update(whole)
     return frozenset(found.union(*(chains_in(each) for each in code.co_consts if isinstance(each, CodeType))))
 
 

@@ -101,7 +101,7 @@ def walk(
         if opened is None or not most or depth == deepest or id(value) in seen:
             continue
         if opened is not _attributes:
-            if opened is _referred:
+            if opened is parts_of_code:
                 if not (code and into(value)):
                     continue
             elif longest is not None and opened is not _position and len(value) > longest:
@@ -242,7 +242,7 @@ def _opener_of(kind: type) -> Callable[..., Parts] | None:
     if issubclass(kind, set | frozenset):
         return _members
     if issubclass(kind, _CODE):
-        return _referred
+        return parts_of_code
     return _position if kind.__name__.endswith("iterator") and kind.__module__ == "builtins" else _attributes
 
 
@@ -270,7 +270,8 @@ def _position(value: Any) -> Parts:
     return [(".position", place) for place in value.__reduce__()[2:]]
 
 
-def _referred(value: Any) -> Parts:
+def parts_of_code(value: Any) -> Parts:
+    """What a function refers to, or a method or partial is made of."""
     if isinstance(value, functools.partial):
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     if isinstance(value, types.MethodType):

@@ -26,13 +26,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.libraries import is_environment
-from holdfast.snapshot.state.named import chains_in
+from holdfast.snapshot.state.named import state_named_by
 from holdfast.snapshot.state.walk import (
-    is_code,
     is_ours,
     is_plain,
     is_users_own,
-    referred,
     walk,
 )
 from holdfast.snapshot.step.calls import LAMBDA, Call
@@ -141,21 +139,12 @@ class Named:
 
     def __init__(self, adapters: Collection[Adapter]) -> None:
         self._memory = {held for each in adapters for held in each.memory()}
-        named = [("", root) for each in adapters for root in each.named()]
-        found = [value for _, value, _ in walk(named, is_code, code=True)]
-        functions = [each for each in found if isinstance(each, FunctionType) and is_users_own(each)]
-        self._attributes = {name for each in functions for name in each.__code__.co_names}
-        self._whole = {name for each in functions for name in taken_whole(each.__code__)}
-        in_part = {id(value) for each in functions for value in self._known_in_part(each)}
-        given = [*(schedule for each in adapters for schedule in each.schedules), *(root for _, root in named)]
+        self._state = state_named_by(root for each in adapters for root in each.named())
+        given = [*self._state.objects, *(schedule for each in adapters for schedule in each.schedules)]
+        held = walk([("", each) for each in given], lambda value: False)  # an object may refer to what it does not save
         # Kept alive, as what is found may exist only now, and its id would be given to another object.
-        self._kept = [*given, *(each for each in found if id(each) not in in_part)]
-        self._objects = {id(each) for each in self._kept if not is_plain(each)}  # a small number is everybody's
-
-    def _known_in_part(self, function: FunctionType) -> Iterator[Any]:
-        """The objects that a function knows, of which no function that was given takes more than some attributes."""
-        names = {*function.__code__.co_freevars, *function.__code__.co_names} - self._whole
-        return (value for name, value in referred(function) if name.removeprefix(".") in names)
+        self._kept = [value for _, value, _ in held if not is_plain(value)]  # a small number is everybody's
+        self._objects = set(map(id, self._kept))
 
     def is_foreign(self, value: Any) -> bool:
         """Whether a value is a module that nothing captures."""
@@ -167,11 +156,13 @@ class Named:
     def has(self, values: RunningValues, path: str) -> bool:
         path = values.whole(path)
         value = values.of(path)
-        if root_of(path) in self._whole or path.rpartition(".")[2] in self._attributes or id(value) in self._objects:
+        owners = [values.of(owner) for owner in owners_of(path)]
+        if root_of(path) in self._state.variables or id(value) in self._objects:
+            return True
+        if owners and self._state.has(owners[-1], path):
             return True
         if path.endswith(GRADIENT_PATHS):
             return True  # steps zero them, or are told so
-        owners = [values.of(owner) for owner in owners_of(path)]
         if not self._objects.isdisjoint(map(id, owners)):
             return True
         if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in owners):
@@ -427,12 +418,6 @@ def read_in(code: CodeType, shared: Collection[str]) -> Reading:
     """What the code of a function reads beside its arguments; see `read_by`."""
     names, attributes = _loaded_by(code)
     return {*code.co_freevars, *names.intersection(shared)}, attributes
-
-
-def taken_whole(code: CodeType) -> set[str]:
-    """The variables that a function reads, and of which it takes more than attributes: it passes them on, looks into
-    them, or calls a method, as in ``vars(x)``, ``x["n"]`` and ``x.state_dict()``."""
-    return {chain[0] for chain in chains_in(code) if len(chain) == 1}
 
 
 @lru_cache(maxsize=256)

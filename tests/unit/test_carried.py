@@ -73,7 +73,13 @@ def flow(function: ast.FunctionDef, line: int, values: dict[str, Any], adapter: 
 
 
 def look(
-    turn: str, *, before: str = "n = 0", after: str = "", tracked: Tracked | None = None, **values: Any
+    turn: str,
+    *,
+    before: str = "n = 0",
+    after: str = "",
+    tracked: Tracked | None = None,
+    extra: Any = None,
+    **values: Any,
 ) -> Carries:
     """What a loop over batches carries. `turn`: what it does with each; `after`: what it does after a pass."""
     text = SET_UP % (before, textwrap.indent(turn.strip(), " " * 12), textwrap.indent(after.strip(), " " * 8))
@@ -83,7 +89,7 @@ def look(
     optim = torch.optim.SGD(model.parameters(), 0.1)
     known = {"snap": Hook(), "model": model, "optim": optim, "average": nn.Linear(2, 2)}
     at = next(each.lineno for each in ast.walk(function) if isinstance(each, ast.For) and "data" in ast.dump(each.iter))
-    adapter = TorchAdapter(model, optim)
+    adapter = TorchAdapter(model, optim, extra=extra and {"extra": extra})
     if tracked is not None:
         adapter.track(tracked)
     return flow(function, at, known | values, adapter)
@@ -1874,7 +1880,7 @@ def test_numbers_that_torch_has_drawn_are_counted(count: int) -> None:
 
 
 def test_of_what_a_tracked_function_reads_in_part_the_rest_is_named() -> None:
-    warmth = SimpleNamespace(turn=0, phase=0, best=0)
+    warmth, another = (SimpleNamespace(turn=0, phase=0, best=0) for _ in range(2))
     turn = "warmth.turn += 1\nwarmth.phase += warmth.turn % 3\n" + TRAIN.replace("model(x)", "model(x * warmth.phase)")
     ways: list[tuple[Callable[[], Any], set[str]]] = [
         (lambda: warmth.best, {"warmth.turn", "warmth.phase"}),
@@ -1883,7 +1889,50 @@ def test_of_what_a_tracked_function_reads_in_part_the_rest_is_named() -> None:
         (lambda: dict(vars(warmth)), set()),
         (lambda: [vars(each) for each in (warmth,)], set()),
         (lambda: warmth.__reduce__(), set()),
+        (partial(vars, warmth), set()),
+        (lambda: another.phase, {"warmth.turn", "warmth.phase"}),
     ]
     for get, named in ways:
         tracked = Tracked("warmth", get, print, None, Change.ANY, late=False)
         assert look(turn, tracked=tracked, warmth=warmth).carried.keys() == named
+
+
+class Saved:
+    """An object that saves its turn."""
+
+    def __init__(self) -> None:
+        self.turn = self.phase = self.half = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turn": self.turn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.turn = state["turn"]
+        self.half = self.turn // 2
+
+
+class SavedWhole(Saved):
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class SavedByItsBase(Saved):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "half": self.half}
+
+
+class SavedByOthers(Saved):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(Saved, {"warmth.phase"}), (SavedWhole, set()), (SavedByItsBase, set()), (SavedByOthers, set())],
+)
+def test_of_an_object_that_saves_single_attributes_the_others_are_named(kind: type[Saved], named: set[str]) -> None:
+    turn = "warmth.turn += 1\nwarmth.half = warmth.half + warmth.turn\nwarmth.phase += warmth.half % 3\n"
+    turn += TRAIN.replace("model(x)", "model(x * warmth.phase)")
+    warmth = kind()
+    assert look(turn, extra=warmth, warmth=warmth).carried.keys() == named
