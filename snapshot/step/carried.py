@@ -145,9 +145,9 @@ class RunningFunction:
         return isinstance(innermost, ast.For) and (self.begun or 0) <= (innermost.iter.end_lineno or 0)
 
     def called(self, path: str) -> str:
-        """What the script calls a path of the function. The object of a method that a turn calls has another name
-        there."""
-        is_own = self.begun is None and root_of(path) == "self" != path
+        """What the script calls a path of the function, where it enters the hook. The object of a method has another
+        name there."""
+        is_own = self.within is None and root_of(path) == "self" != path
         return _name_of(self.values.of("self")) + path[len("self") :] if is_own else path
 
 
@@ -217,6 +217,8 @@ class Following:
         for named in (found.carried, found.environments):
             named.pop("", None)  # what the caller has no name for
         found.carried = renamed(found.carried, script_name)
+        for field in ("carried", "objects", "environments", "iterators", "updated"):
+            setattr(found, field, renamed(getattr(found, field), self._name_where_entered))
         whole = found.carried.keys() | found.objects.keys()
         found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
@@ -232,6 +234,12 @@ class Following:
         if root in held and root in code.co_varnames[: code.co_argcount]:
             return (name_of(held[root]).partition(".")[2] or root) + path[len(root) :]
         return path
+
+    def _name_where_entered(self, path: str) -> str:
+        """A method that enters the hook knows its object as ``self``, whatever other functions call it."""
+        itself = next((each.values.of("self") for each in self._running if each.within is not None), MISSING)
+        outer = _name_of(itself) if itself is not MISSING else ""
+        return f"self{path[len(outer) :]}" if outer and path.startswith((f"{outer}.", f"{outer}[")) else path
 
     def _follow_results(self, ran: Collection[tuple[Call, Helper]]) -> None:
         """Note what the results of the functions that ran depend on, of what these, and those that they call, keep from

@@ -1779,6 +1779,55 @@ def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
     assert "counts from its beginning" not in caplog.text
 
 
+class Entering:
+    """Enters the hook itself if it is given none, and saves one of its counts."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1)
+        self.optim = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.turns = self.saved = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"saved": self.saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.saved = state["saved"]
+
+    def hook(self) -> InMemorySnapshot:
+        return InMemorySnapshot(self.model, self.optim, extra={"job": self})
+
+    def enter(self) -> None:
+        with self.hook() as snap:
+            self.train(snap)
+
+    def step(self) -> None:
+        self.turns += 1
+        self.saved += self.turns
+        self.model(torch.full((1,), float(self.saved))).sum().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def train(self, snap: InMemorySnapshot) -> None:
+        for _ in snap.steps(3):
+            self.step()
+
+
+def outside(trainer: Entering) -> None:
+    with trainer.hook() as snap:
+        trainer.train(snap)
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize(("run", "name"), [(Entering.enter, "self.turns"), (outside, "trainer.turns")])
+def test_what_an_object_keeps_has_one_name_where_the_hook_is_entered(
+    run: Callable[[Entering], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(Entering())
+    (line,) = (each for each in caplog.messages if "carries from turn to turn" in each)
+    assert line.startswith(f"{name} (line ") and line.count(".turns (line ") == 1
+    assert f"get=lambda: {name}" in line and "saved" not in line
+
+
 @pytest.mark.usefixtures("arena")
 def test_an_environment_that_is_tracked_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     model, room = nn.Linear(1, 1), Room()
