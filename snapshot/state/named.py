@@ -2,7 +2,7 @@
 
 ``snap.track("count", get=lambda: model.count, set=...)`` names one attribute. What else the model keeps is captured,
 and told of, as if nothing of it were named. So it is with ``extra={"trainer": trainer}``, if the trainer's
-``state_dict`` reads single attributes, and its ``load_state_dict`` sets no others.
+``load_state_dict`` sets single attributes: no other can be what it was.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def state_named_by(given: Iterable[Any]) -> NamedState:
             todo.extend(part for _, part in parts_of_code(each))
             continue
         if not isinstance(each, FunctionType):
-            for chain in _saved_by(type(each)):
+            for chain in _restored_by(type(each)):
                 found.add(each, chain)
             continue
         read = chains_in(each.__code__)
@@ -92,19 +92,15 @@ def state_named_by(given: Iterable[Any]) -> NamedState:
     return found
 
 
-def _saved_by(kind: type) -> Collection[Chain]:
-    """The attributes that a class of the user saves, or makes anew as it is loaded. Other classes save all they have,
-    as does one of whose methods it cannot be told."""
-    methods = [inspect.getattr_static(kind, name, None) for name in ("state_dict", "load_state_dict")]
-    chains = set[Chain]()
-    for method in methods:
-        if not (isinstance(method, FunctionType) and is_users_own(method) and method.__code__.co_argcount):
-            return [()]
-        read = chains_in(method.__code__)
-        if ("super",) in read:
-            return [()]
-        chains |= {chain[1:] for chain in read if chain[0] == method.__code__.co_varnames[0]}
-    return chains
+def _restored_by(kind: type) -> Collection[Chain]:
+    """The attributes that a class of the user touches as it is loaded. Other classes load all they have, as does one of
+    whose method it cannot be told."""
+    method = inspect.getattr_static(kind, "load_state_dict", None)
+    if not (isinstance(method, FunctionType) and is_users_own(method) and method.__code__.co_argcount):
+        return [()]
+    touched = chains_in(method.__code__)
+    itself = method.__code__.co_varnames[0]
+    return [()] if ("super",) in touched else {chain[1:] for chain in touched if chain[0] == itself}
 
 
 @lru_cache(maxsize=256)
