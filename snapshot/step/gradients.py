@@ -93,7 +93,7 @@ class Gradients:
     def unused(self) -> bool:
         """Whether gradients were computed since the last step, and not zeroed. On a GPU this waits for the device."""
         found = (self._watched[name].grad for name in self._seen)
-        return any(gradient is not None and bool(gradient.any()) for gradient in found)
+        return any(gradient is not None and _is_nonzero(gradient) for gradient in found)
 
     def check(self) -> None:
         """The loop has ended: warn if gradients were computed and no step has followed."""
@@ -194,7 +194,8 @@ def holding(modules: Sequence[torch.nn.Module]) -> list[str]:
 
 
 def _is_nonzero(gradient: torch.Tensor) -> bool:
-    """Of a sharded one, this rank's part: to look at all of it would be a collective call."""
+    """Of a sharded one, this rank's part: to look at all of it would be a collective call, and other ranks may not make
+    it, such as those that read no data."""
     return bool(local(gradient).any())
 
 
@@ -230,7 +231,7 @@ class Ahead:
         events = "".join(self._events or ())
         looks = what == "f" and "m" in events and not capturing()  # to read a value would ruin the capture
         gradients = [each.grad for each in self._parameters] if looks else []
-        if any(each is not None and bool(each.any()) for each in gradients):
+        if any(each is not None and _is_nonzero(each) for each in gradients):
             what = "g"
         self._note(what)
         return self.FOUND.match(events + what) is not None
