@@ -139,9 +139,9 @@ class Named:
 
     def __init__(self, adapters: Collection[Adapter]) -> None:
         self._memory = {held for each in adapters for held in each.memory()}
-        self._state = state_named_by(root for each in adapters for root in each.named())
-        given = [*self._state.objects, *(schedule for each in adapters for schedule in each.schedules)]
-        held = walk([("", each) for each in given], lambda value: False)  # an object may refer to what it does not save
+        self._state = state_named_by(root for each in adapters for root in (*each.named(), *each.schedules))
+        given = [("", each) for each in self._state.objects]
+        held = walk(given, lambda value: False)  # an object may refer to what it does not save
         # Kept alive, as what is found may exist only now, and its id would be given to another object.
         self._kept = [value for _, value, _ in held if not is_plain(value)]  # a small number is everybody's
         self._objects = set(map(id, self._kept))

@@ -79,6 +79,7 @@ def look(
     after: str = "",
     tracked: Tracked | None = None,
     extra: Any = None,
+    schedule: Any = None,
     **values: Any,
 ) -> Carries:
     """What a loop over batches carries. `turn`: what it does with each; `after`: what it does after a pass."""
@@ -89,7 +90,7 @@ def look(
     optim = torch.optim.SGD(model.parameters(), 0.1)
     known = {"snap": Hook(), "model": model, "optim": optim, "average": nn.Linear(2, 2)}
     at = next(each.lineno for each in ast.walk(function) if isinstance(each, ast.For) and "data" in ast.dump(each.iter))
-    adapter = TorchAdapter(model, optim, extra=extra and {"extra": extra})
+    adapter = TorchAdapter(model, optim, schedule, extra and {"extra": extra})
     if tracked is not None:
         adapter.track(tracked)
     return flow(function, at, known | values, adapter)
@@ -1985,3 +1986,4 @@ def test_of_an_object_that_loads_single_attributes_the_others_are_named(kind: ty
     turn += TRAIN.replace("model(x)", "model(x * warmth.phase)")
     warmth = kind()
     assert look(turn, extra=warmth, warmth=warmth).carried.keys() == named
+    assert look(turn, schedule=warmth, warmth=warmth).carried.keys() == named
