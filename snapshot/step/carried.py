@@ -217,8 +217,9 @@ class Following:
         for named in (found.carried, found.environments):
             named.pop("", None)  # what the caller has no name for
         found.carried = renamed(found.carried, script_name)
+        outer = self._name_of_entering()
         for field in ("carried", "objects", "environments", "iterators", "updated"):
-            setattr(found, field, renamed(getattr(found, field), self._name_where_entered))
+            setattr(found, field, renamed(getattr(found, field), partial(_as_self, outer)))
         whole = found.carried.keys() | found.objects.keys()
         found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
@@ -235,11 +236,10 @@ class Following:
             return (name_of(held[root]).partition(".")[2] or root) + path[len(root) :]
         return path
 
-    def _name_where_entered(self, path: str) -> str:
-        """A method that enters the hook knows its object as ``self``, whatever other functions call it."""
+    def _name_of_entering(self) -> str:
+        """What others call the object whose method enters the hook; empty if that is no method."""
         itself = next((each.values.of("self") for each in self._running if each.within is not None), MISSING)
-        outer = _name_of(itself) if itself is not MISSING else ""
-        return f"self{path[len(outer) :]}" if outer and path.startswith((f"{outer}.", f"{outer}[")) else path
+        return _name_of(itself) if itself is not MISSING else ""
 
     def _follow_results(self, ran: Collection[tuple[Call, Helper]]) -> None:
         """Note what the results of the functions that ran depend on, of what these, and those that they call, keep from
@@ -343,6 +343,11 @@ class Following:
     def _uncaptured(self, values: RunningValues, paths: Mapping[str, int]) -> dict[str, int]:
         """Those of the paths that stand for nothing that is captured."""
         return {path: line for path, line in paths.items() if not self._named.has(values, path)}
+
+
+def _as_self(outer: str, path: str) -> str:
+    """The path by the name that a method has for its own object, which others call `outer`."""
+    return f"self{path[len(outer) :]}" if outer and path.startswith((f"{outer}.", f"{outer}[")) else path
 
 
 def _by_kind(values: RunningValues, carried: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
