@@ -62,7 +62,8 @@ class Data:
                 nor for one over a dataset with indices.
             exact: raise if the batch that follows a restart is not the one that followed before; if not, warn.
             heartbeat: called while batches are read again, which may take long, to show that this process is alive.
-            over: called when a pass has given all its batches, with whether it went on in its middle after a restart.
+            over: called when a pass has given all its batches, with whether it went on in its middle after a restart
+                and the loop may count its batches from 0 again.
 
         Raises:
             ConfigError: the source cannot be brought back to its place after a restart.
@@ -77,6 +78,7 @@ class Data:
         self._held = held
         self._turn: object | None = None
         self._left = False  # the pass was left by `break`; it is finished as soon as anything else happens
+        self._counts_on = False  # the loop has asked for the place in a pass, so it counts on after a restart
         self._given: Tree | None = None
         self._reader = Reader(source, name, held, ahead, exact, heartbeat)
 
@@ -99,6 +101,7 @@ class Data:
     @property
     def position(self) -> int:
         """How many batches of the current pass were given."""
+        self._counts_on = True
         return 0 if self._left else self._reader.place.taken
 
     def enumerate(self, start: int = 0) -> Iterator[tuple[int, Any]]:
@@ -110,6 +113,7 @@ class Data:
             for i, (x, y) in snap.data(loader).enumerate():
                 ...
         """
+        self._counts_on = True
         return map(partial(self._numbered, start), self)  # a loop here would keep a batch in memory
 
     def _numbered(self, start: int, batch: Any) -> tuple[int, Any]:
@@ -177,7 +181,7 @@ class Data:
                 self.read_s += self.clock() - began_s
                 if batch is OVER:
                     self._finish()
-                    self._over(reader.resumed)
+                    self._over(reader.resumed and not self._counts_on)
                     return
                 expected = ""
                 self._begin()

@@ -101,7 +101,7 @@ class Position:
         there is none, a pass that ends otherwise than before tells.
 
         Args:
-            resumed: whether the pass went on in its middle after a restart.
+            resumed: whether the pass went on in its middle after a restart, in a loop that may count anew.
             unused: whether gradients were computed that no step has used.
 
         Returns why the restart has gone wrong; empty if it has not.

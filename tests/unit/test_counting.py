@@ -29,6 +29,21 @@ def test_the_own_enumerate_goes_on_counting_in_the_middle_of_a_pass() -> None:
     assert next(iter(made.enumerate())) == (0, 10)  # a pass that is left is over
 
 
+def test_a_pass_that_goes_on_is_told_of_unless_the_loop_asks_for_the_place_in_it() -> None:
+    passes: list[bool] = []
+
+    def resumed() -> Data:
+        begun = data()
+        batches = iter(begun)
+        assert [next(batches), next(batches)] == [10, 11]
+        return Data(begun.source, "data", begun.state(), lambda: None, lambda: None, over=passes.append)
+
+    asks = resumed()
+    loops = [iter(resumed()), resumed().enumerate(), enumerate(asks, asks.position)]
+    assert [len(list(each)) for each in loops] == [2, 2, 2]
+    assert passes == [True, False, False]
+
+
 @pytest.mark.parametrize("leaves", [None, False, True])
 def test_only_gradients_that_no_pass_left_before_are_an_error(
     leaves: bool | None, caplog: pytest.LogCaptureFixture
