@@ -9,8 +9,9 @@ set                           its items, if they sort             ``{'item'}``
 iterator of a container       its position                        ``.position``
 any other object              attributes, also those in slots     ``.name``
 function, method, partial     what it refers to                   ``.name``
+class                         attributes, methods included        ``.name``
 tensor, array, number, text,  nothing
-generator, class, module
+generator, module
 ============================  ==================================  =======================================
 
 Containers are always opened, other objects if the caller says so. Everything nearer comes first, so that the limits cut
@@ -62,7 +63,7 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of what is installed, in this environment or in one that it is built on."""
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
-_LEAVES = (*_PLAIN, *GENERATORS, bytearray, memoryview, type, types.ModuleType, torch.Tensor, np.ndarray, torch.dtype)
+_LEAVES = (*_PLAIN, *GENERATORS, bytearray, memoryview, types.ModuleType, torch.Tensor, np.ndarray, torch.dtype)
 _BOUND = (types.MethodType, types.BuiltinMethodType, functools.partial)
 _CODE = (types.FunctionType, *_BOUND)
 
@@ -87,7 +88,8 @@ def walk(
         into: whether to open an object that is no container. Each caller has its own reason to stop somewhere.
         once: open an object at the first place where it is found only. Without it, values that are equal give the same
             whichever of their parts are shared, as a digest needs; `deepest` ends what refers to itself.
-        code: follow functions and attributes of classes, too. Numbers there are no state, but generators are.
+        code: follow functions and classes, those of objects included, too. Numbers there are no state, but generators
+            are.
         skipped: names of attributes that are not followed.
         longest: containers with more entries are not opened: they are data.
         thinned: of longer lists and tuples only about as many entries are followed, spread evenly: a sample will do.
@@ -101,7 +103,7 @@ def walk(
         if opened is None or not most or depth == deepest or id(value) in seen:
             continue
         if opened is not _attributes:
-            if opened is parts_of_code:
+            if opened in (parts_of_code, _class_attributes):
                 if not (code and into(value)):
                     continue
             elif longest is not None and opened is not _position and len(value) > longest:
@@ -143,8 +145,8 @@ def package_of(module: object) -> str:
 
 
 def home_of(value: Any) -> str:
-    """The package that a function, or the class of any other object, comes from."""
-    return package_of(value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__)
+    """The package that a function, a class, or the class of any other object comes from."""
+    return package_of(value.__module__ if isinstance(value, types.FunctionType | type) else type(value).__module__)
 
 
 @functools.cache
@@ -235,6 +237,8 @@ def _of(kind: type) -> _Learned:
 def _opener_of(kind: type) -> Callable[..., Parts] | None:
     if issubclass(kind, _LEAVES):
         return None
+    if issubclass(kind, type):
+        return _class_attributes
     if issubclass(kind, Mapping):
         return _values
     if issubclass(kind, list | tuple | deque):
@@ -293,8 +297,14 @@ def _attributes(value: Any, skipped: Collection[str], code: bool) -> Parts:
     for name, part in found.items():
         if name not in skipped and not name.startswith("__"):
             yield f".{name}", part
-    for kind in type(value).__mro__ if code else ():
-        yield from of_class(kind)
+    if code:
+        yield from _class_attributes(type(value))
+
+
+def _class_attributes(kind: type) -> Parts:
+    """Those of a class and of the classes that it is made of, as far as they are the user's."""
+    for each in kind.__mro__:
+        yield from of_class(each)
 
 
 def of_class(kind: type) -> Iterator[tuple[str, Any]]:

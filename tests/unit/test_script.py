@@ -206,6 +206,16 @@ def noise_in_a_closure(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
+def noise_of_a_class(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    class Shared:
+        random = np.random.default_rng(3)
+
+    for _ in snap.steps(STEPS):
+        (job.model(torch.randn(6, 4)).square().sum() * float(Shared.random.normal())).backward()
+        yield
+        job.step()
+
+
 def noise_of_many(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
     for _ in snap.steps(STEPS):
@@ -214,7 +224,9 @@ def noise_of_many(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
         job.step()
 
 
-@pytest.mark.parametrize("loop", [noise_after, noise_before, noise_of_the_module, noise_in_a_closure, noise_of_many])
+@pytest.mark.parametrize(
+    "loop", [noise_after, noise_before, noise_of_the_module, noise_in_a_closure, noise_of_a_class, noise_of_many]
+)
 def test_generators_in_variables_go_on(loop: Loop) -> None:
     assert trial(loop).statistics.failed == 0
 
