@@ -338,6 +338,34 @@ def train(snap, data, model, optim):
     assert flow(function, 4, given, TorchAdapter(nn.Linear(1, 1), None)).numbered is numbered
 
 
+@pytest.mark.parametrize(
+    ("beside", "numbered", "carried"),
+    [
+        ("range(9)", True, set()),
+        ("shares", True, set()),
+        ("rates", False, {"rates"}),
+        ("snap.data(other)", False, set()),
+        ("itertools.repeat(0.5)", False, set()),
+    ],
+)
+def test_what_is_zipped_with_batches_begins_anew_with_the_process(
+    beside: str, numbered: bool, carried: set[str]
+) -> None:
+    text = f"""
+def train(snap, data, model, optim):
+    for epoch in range(snap.epoch, 3):
+        for i, x in zip({beside}, data):
+            optim.param_groups[0]["lr"] = 0.1 / (1 + i)
+            model(x).sum().backward()
+            optim.step()
+"""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    given = {"snap": Hook(), "data": Hook(), "shares": [1.0, 0.5], "rates": itertools.cycle([1.0, 0.5])}
+    found = flow(function, 4, given, TorchAdapter(nn.Linear(1, 1), None))
+    assert found.numbered is numbered and {*found.carried} == carried
+
+
 def skipping(iterated: str, test: str) -> bool:
     text = f"""
 def train(snap, model, optim):
