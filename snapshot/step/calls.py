@@ -35,8 +35,9 @@ class Call:
     """A function that ran.
 
     Attributes:
-        code: of the function. caller: of the one that called it. variables: those of its module. known: its own that
-            are sure to be there for long. given: its arguments that variables led to as `Calls` began; None: gone.
+        code: of the function. caller: of the user's function that called it, maybe through others. variables: those of
+            its module. known: its own that are sure to be there for long. given: its arguments that variables led to as
+            `Calls` began; None: gone.
         itself: what it calls the object whose method it is; empty if it is none. owner: that object; None: it is gone.
         gives: whether what it returns goes into a step: torch takes it, or it is a model's.
     """
@@ -100,8 +101,9 @@ class Calls:
         if isinstance(owner, DataLoader | Dataset | Sampler):
             return  # their attributes belong to the place in the data
         kept = {name: each for name, each in local.items() if name in code.co_freevars or is_captured_as_such(each)}
-        caller = frame.f_back or frame
-        gives = package_of(caller.f_globals.get("__name__", "")) == "torch" or is_captured_as_such(owner)
+        outer = frame.f_back or frame
+        gives = package_of(outer.f_globals.get("__name__", "")) == "torch" or is_captured_as_such(owner)
+        caller = next(filter(is_users_frame, _callers(frame)), outer)
         found = {name: self._there.get(id(local.get(name))) for name in code.co_varnames[: code.co_argcount]}
         given = {name: there for name, there in found.items() if there and there() is local[name]}
         called = Call(code, caller.f_code, frame.f_globals, kept, given, itself, _reference(owner), gives)

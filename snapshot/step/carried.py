@@ -269,7 +269,7 @@ class Following:
         sources = sources_in(turns)
         paths = [*called_in(turns), *sources]
         helpers = {path: helper for path in paths if (helper := helper_of(path, values)) is not None}
-        returned = self._returned_to(each.function)
+        values, returned = values.with_those_of(helpers.values()), self._returned_to(each.function)
         flow = Flow(each.function, values, self._named, helpers, turns=turns, top=top, returned=returned)
         self._note_kept(flow, values, each.called)
         for call in self._calls:

@@ -200,7 +200,8 @@ class Flow:
                 with self._trained.block():
                     for item in node.items:
                         self._trained.enter(item.context_expr)
-                        origins = self._expression(item.context_expr)
+                        entered = self._returned.get((self._function, "__enter__"), {})
+                        origins = self._expression(item.context_expr) | self._trace.know(entered)
                         if item.optional_vars is not None:
                             self._assign(item.optional_vars, origins)
                     self._block(node.body)
@@ -342,9 +343,11 @@ class Flow:
             *(self._trace.at(helper.called_outside(each)) for each in used)
         )
 
-    def _returned_by(self, call: ast.Call) -> Mapping[str, int]:
-        """What the result of a call depends on, by what has run; if its function is followed here, what that keeps in
-        its arguments."""
+    def _returned_by(self, call: ast.Call | ast.Attribute) -> Mapping[str, int]:
+        """What the result of a call, or a property, depends on, by what has run; if its function is followed here, what
+        that keeps in its arguments."""
+        if isinstance(call, ast.Attribute):
+            return self._returned.get((self._function, call.attr), {})
         called = path_of(call.func)
         if (helper := self._helpers.get(called)) is not None:
             return renamed(self._inside(called, helper, gives=True).found.carried, partial(helper.in_given, call))

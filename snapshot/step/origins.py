@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -43,8 +44,8 @@ class Trace:
         values: the values of its variables as it runs.
         named: what is captured, or is no state.
         lines: the paths that are followed, with the first line that assigns each.
-        returned: what the result of a call, whose function is not followed here, depends on: paths of the script, with
-            lines.
+        returned: what the result of a call, whose function is not followed here, or of a property depends on: paths of
+            the script, with lines.
         given_by: what the result of the function in a path depends on, beside its arguments.
 
     Attributes:
@@ -59,7 +60,7 @@ class Trace:
         values: RunningValues,
         named: Named,
         lines: Mapping[str, int],
-        returned: Callable[[ast.Call], Mapping[str, int]],
+        returned: Callable[[ast.Call | ast.Attribute], Mapping[str, int]],
         given_by: Callable[[str, Any], Origins],
     ) -> None:
         self.now: dict[str, Origins] = {}
@@ -124,12 +125,17 @@ class Trace:
         nodes = list(ast.walk(node))
         bound = {path_of(each) for each in bound_in(nodes)}
         entered = {each.value for each in nodes if isinstance(each, ast.Attribute | ast.Subscript)}
+        asked = {each.value for each in nodes if isinstance(each, ast.Attribute) and self._is_container(each.value)}
+        called = {each.func for each in nodes if isinstance(each, ast.Call)}
+        got = dict(filter(None, map(_got_by, nodes)))
         of_pass = {each.value for each in nodes if isinstance(each, ast.Attribute) and each.attr == "epoch"}
         for each in nodes:
             path = path_of(each)
             if path and root_of(path) not in bound:
                 found |= self.at(path)
-                if each not in entered:  # a container is used whole, or an object of the script
+                if each in asked and each in got:
+                    found |= self.at(path_of(ast.Subscript(each, got[each])))
+                elif each in asked or each not in entered:  # a container is used whole, or an object of the script
                     parts = (f"{path}[", f"{path}.") if path != "self" else (f"{path}[",)
                     found = found.union(*(self.now[inner] for inner in self.now if inner.startswith(parts)))
                 value = self._values.of(path)
@@ -140,9 +146,13 @@ class Trace:
                     found.add(path)
                 elif callable(value) and not isinstance(value, type | torch.nn.Module):
                     found |= self._given_by(path, value)
-            if isinstance(each, ast.Call):
+            if isinstance(each, ast.Call) or (isinstance(each, ast.Attribute) and each not in called):
                 found |= self.know(self._returned(each))
         return frozenset(found)
+
+    def _is_container(self, node: ast.expr) -> bool:
+        path = path_of(node)
+        return bool(path) and isinstance(self._values.of(path), dict | list | set | deque)
 
     def of_all(self, nodes: Iterable[ast.AST]) -> Origins:
         """As `of`, for several expressions."""
@@ -173,3 +183,11 @@ class Trace:
         owners = [self._values.of(each) for each in owners_of(path)]
         is_of_data = any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners)
         return is_of_data and not self._named.has(self._values, path)
+
+
+def _got_by(node: ast.AST) -> tuple[ast.AST, ast.expr] | None:
+    """What ``d.get("a")`` asks, of whatever kind, and for which key."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=asked, attr="get"), args=[key, *_]):
+            return asked, key
+    return None

@@ -28,9 +28,11 @@ from holdfast.snapshot.state.adapter import Adapter
 from holdfast.snapshot.state.libraries import is_environment
 from holdfast.snapshot.state.named import state_named_by
 from holdfast.snapshot.state.walk import (
+    is_installed,
     is_ours,
     is_plain,
     is_users_own,
+    package_of,
     walk,
 )
 from holdfast.snapshot.step.calls import LAMBDA, Call
@@ -106,6 +108,13 @@ class RunningValues:
     def given(self, values: Mapping[str, Any]) -> RunningValues:
         """The same, with these values of names."""
         return RunningValues({**self._names, **values})
+
+    def with_those_of(self, helpers: Iterable[Helper]) -> RunningValues:
+        """The same, with the variables around the functions that are called, as far as these names are free."""
+        around = {
+            name: value for each in helpers for name in each.free if (value := each.values.of(name)) is not MISSING
+        }
+        return RunningValues({**around, **self._names})
 
     def whole(self, path: str) -> str:
         """The path of the tensor or array that an entry is a part of; of anything else, its own path."""
@@ -261,7 +270,7 @@ class Helper:
         def value_inside(path: str) -> Any:
             return value_of(self.called_by(call, path))
 
-        is_kept = outlives(self.function)
+        is_kept = outlives(self.function, in_arguments=True)
         found = assigned_by([self.function], self.calls, value_inside)
         return renamed({path: line for path, line in found.items() if is_kept(path)}, partial(self.called_by, call))
 
@@ -286,16 +295,30 @@ class Helper:
 
     def in_given(self, call: ast.Call, path: str) -> str:
         """The caller's path of a part of what a call gives to an argument; empty for other paths of the function."""
-        return self.called_by(call, path) if root_of(path) in self.arguments else ""
+        return self.called_by(call, path) if root_of(path) in {*self.arguments} - {path} else ""
 
     def called_by(self, call: ast.Call | None, path: str) -> str:
-        """As `called_outside`, and of a part of an argument, the path of what this call gives to it."""
+        """As `called_outside`, and of an argument, or a part of it, the path of what this call gives to it."""
         root = root_of(path)
         if root not in self.arguments:
             return self.called_outside(path)
-        given = self.given_in(call).get(root) if call is not None and root != path else None
-        outer = path_of(given) if given is not None else ""
+        if call is None:
+            return ""
+        if (given := self.given_in(call).get(root)) is None:
+            return self._default_of(root, path_of(call.func))
+        outer = path_of(given)
         return outer and outer + path[len(root) :]
+
+    def _default_of(self, argument: str, called: str) -> str:
+        """The path of what an argument is if a call of that path does not give it: all defaults are one attribute."""
+        given = self.function.args
+        of_keywords = {each.arg for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value}
+        positional = [each.arg for each in (*given.posonlyargs, *given.args)]
+        is_default = argument in positional[len(positional) - len(given.defaults) :]
+        if not called or not (is_default or argument in of_keywords):
+            return ""
+        function = f"{called}.__func__" if self.itself else called
+        return f"{function}.{'__defaults__' if is_default else '__kwdefaults__'}"
 
     def called_in_script(self, path: str, module: Any) -> str:
         """The script's path for what the function keeps in a global variable, maybe of another module than its
@@ -330,7 +353,7 @@ def _content(cell: CellType) -> Any:
 def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helper | None:
     """The function of the user's own that is called by a path, unless it is a model's, with those that it calls, down
     to `deepest` levels."""
-    called, owner = values.of(path), path.rpartition(".")[0]
+    called, owner = _unwrapped(values.of(path)), path.rpartition(".")[0]
     if not isinstance(called, FunctionType | MethodType | type) and callable(called):
         method = inspect.getattr_static(type(called), "__call__")
         called, owner = (MethodType(method, called) if isinstance(method, FunctionType) else MISSING), path
@@ -347,6 +370,16 @@ def helper_called(call: Call) -> Helper | None:
     held = {call.itself: owner} if call.itself else {}
     names = {**call.variables, **call.values(), **held}
     return Helper(function, RunningValues(names), UNNAMED if held else "", call.itself, call.code.co_freevars, {})
+
+
+def _unwrapped(called: Any) -> Any:
+    """The user's function within what a library's decorator has made of it, such as that of ``torch.no_grad()``."""
+    while True:
+        inner = getattr(called, "__dict__", {}).get("__wrapped__")
+        known = getattr(called, "__globals__", {}).get("__name__", "functools")
+        if not isinstance(inner, FunctionType) or not is_installed(package_of(known)):
+            return called
+        called = inner
 
 
 def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
@@ -366,6 +399,7 @@ def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
     known = RunningValues(names)
     within = called_in(function.body) if deepest else []
     calls = {path: each for path in within if (each := helper_of(path, known, deepest - 1)) is not None}
+    known = known.with_those_of(calls.values())
     return Helper(function, known, owner if itself else "", itself, inner.__code__.co_freevars, calls)
 
 

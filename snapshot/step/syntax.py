@@ -38,10 +38,16 @@ class Line(int):
 
 
 MUTATES = frozenset(
-    {"append", "appendleft", "extend", "add", "update", "insert", "pop", "popleft", "remove"}
+    {"append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert", "subtract"}
+    | {"pop", "popleft", "popitem", "remove", "discard", "sort", "reverse", "rotate", "move_to_end"}
     | {"add_", "mul_", "sub_", "div_", "lerp_", "addcmul_"}
 )
 """Methods that change a container, or a tensor by what it was."""
+
+CHANGES_GIVEN = frozenset(
+    {"shuffle", "heappush", "heappop", "heapreplace", "heappushpop", "heapify", "insort", "insort_left", "insort_right"}
+)
+"""Functions of libraries that change the container that they are given first."""
 
 
 def path_of(node: ast.AST) -> str:
@@ -257,9 +263,10 @@ def _elements(target: ast.expr, whole: ast.expr) -> Iterator[tuple[str, str]]:
 
 
 def changed_by(call: ast.Call) -> ast.expr | None:
-    """What a call changes: what it calls a method of, what it shuffles, or an iterator that it reads on."""
+    """What a call changes: what it calls a method of, what it shuffles or sorts into, or an iterator that it reads
+    on."""
     name = name_of_call(call)
-    if (name == "shuffle" or (name == "next" and isinstance(call.func, ast.Name))) and call.args:
+    if (name in CHANGES_GIVEN or (name == "next" and isinstance(call.func, ast.Name))) and call.args:
         return call.args[0]
     return call.func.value if isinstance(call.func, ast.Attribute) and name in MUTATES else None
 
@@ -285,8 +292,9 @@ def bound_in(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     return {part for each in nodes if isinstance(each, ast.comprehension) for part in ast.walk(each.target)}
 
 
-def outlives(function: Function) -> Callable[[str], bool]:
-    """Whether what is assigned to a path is there when the function is called again."""
+def outlives(function: Function, *, in_arguments: bool = False) -> Callable[[str], bool]:
+    """Whether what is assigned to a path is there when the function is called again. `in_arguments`: whether what was
+    given counts, if it is changed in place: the caller may give it again."""
     if isinstance(function, ast.Module):
         return lambda path: True
     declared = _declared_in(function)
@@ -296,7 +304,7 @@ def outlives(function: Function) -> Callable[[str], bool]:
 
     def outlives(path: str) -> bool:
         root = root_of(path)
-        return root not in own and (root != path or root not in arguments)
+        return root not in own and (root != path or root not in arguments or in_arguments)
 
     return outlives
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import copy
+import heapq
 import inspect
 import itertools
 import logging
@@ -646,6 +647,100 @@ def with_a_function_that_changes_its_argument(snap: InMemorySnapshot, job: Job) 
         yield
         job.update()
         eases(args=options)
+
+
+def notes(share: float, found: list[float], beside: list[float] = [], *, told: list[float] | None = None) -> float:  # noqa: B006
+    found.append(share)
+    beside.append(share)
+    if told is not None:
+        told.append(share)
+    return len(found) + len(beside)
+
+
+def with_lists_that_functions_are_given(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    seen, passed, logged = [1.0], [1.0], [1.0]
+    for _ in snap.steps(STEPS):
+        fresh: list[float] = []
+        note_all(fresh)
+        (job.model(torch.randn(2, 4)).sum() * notes(0.5, seen, told=passed) * len(passed) * len(fresh)).backward()
+        yield
+        job.update()
+        note_all(logged)
+        print(len(logged))
+
+
+def note_all(found: list[float]) -> None:
+    found.append(1.0)
+
+
+def with_containers_that_are_asked(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    means: dict[str, float] = {}
+    nearest, kept = [1.0], {"a": 1.0}
+    for turn in snap.steps(STEPS):
+        share = means.get("share", 1.0) * nearest.count(1.0) * sum(kept.values())
+        (job.model(torch.randn(2, 4)).sum() * share).backward()
+        yield
+        job.update()
+        means["share"] = means.get("share", 1.0) * 0.9
+        means["told"] = means.get("told", 1.0) + 1
+        kept["b"] = kept.get("b", 0.0) + 1
+        heapq.heappush(nearest, float(turn))
+        print(means.get("told"))
+
+
+def shares() -> Callable[[], float]:
+    held = {"turns": 0}
+
+    def share() -> float:
+        held["turns"] += 1
+        return 1 / held["turns"]
+
+    return share
+
+
+COOLED = {"turns": 0, "told": 0}
+
+
+@torch.no_grad()
+def cooled() -> float:
+    COOLED["turns"] += 1
+    return 1 / COOLED["turns"]
+
+
+@contextmanager
+def cooling() -> Iterator[int]:
+    COOLED["told"] += 1
+    yield COOLED["told"]
+
+
+class Pulse:
+    """Counts whenever it is read, or entered."""
+
+    def __init__(self) -> None:
+        self.read, self.entered = 0, 0
+
+    @property
+    def now(self) -> int:
+        self.read += 1
+        return self.read
+
+    def __enter__(self) -> int:
+        self.entered += 1
+        return self.entered
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def with_functions_that_nobody_calls_by_name(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    share, pulse, other = shares(), Pulse(), Pulse()
+    for _ in snap.steps(STEPS):
+        with pulse as beat:
+            (job.model(torch.randn(2, 4)).sum() * share() * cooled() * pulse.now * beat).backward()
+            yield
+            job.update()
+        with cooling() as told:
+            print(told, other.read)
 
 
 EASE, EASED = 1.0, 0
@@ -1765,6 +1860,21 @@ NONE: list[str] = []
         ),
         (with_a_function_that_keeps_in_its_argument, ["options.scale (line"], ["args."]),
         (with_a_function_that_changes_its_argument, ["options.scale (line"], ["args.", "told"]),
+        (
+            with_lists_that_functions_are_given,
+            ["seen (line", "passed (line", "notes.__defaults__ (line", 'setattr(notes, "__defaults__", value)'],
+            ["fresh", "logged", "found"],
+        ),
+        (
+            with_containers_that_are_asked,
+            ["means['share'] (line", "nearest (line", "kept['b'] (line"],
+            ["told"],
+        ),
+        (
+            with_functions_that_nobody_calls_by_name,
+            ["held['turns'] (line", "COOLED['turns'] (line", "pulse.read (line", "pulse.entered (line"],
+            ["['told']", "other."],
+        ),
         (with_a_global_variable_of_a_function, ["EASE (line", 'kept["EASE"] for EASE'], ["EASED"]),
         (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
