@@ -42,6 +42,7 @@ from holdfast.snapshot.step.syntax import (
     called_in,
     calls_in,
     function_of,
+    given_to,
     goes_on,
     is_script_path,
     outlives,
@@ -423,6 +424,8 @@ def assigned_by(
     for call in calls_in(nodes):
         helper = helpers.get(path_of(call.func))
         found = (helper.writes(value_of, call) if helper is not None else {}) | found
+        for given in (helpers[path] for path in given_to(call) if path in helpers):
+            found = given.writes(value_of) | found
     return found
 
 

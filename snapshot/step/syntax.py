@@ -39,7 +39,7 @@ class Line(int):
 
 MUTATES = frozenset(
     {"append", "appendleft", "extend", "extendleft", "add", "update", "setdefault", "insert", "subtract"}
-    | {"pop", "popleft", "popitem", "remove", "discard", "sort", "reverse", "rotate", "move_to_end"}
+    | {"send", "pop", "popleft", "popitem", "remove", "discard", "sort", "reverse", "rotate", "move_to_end"}
     | {"add_", "mul_", "sub_", "div_", "lerp_", "addcmul_"}
 )
 """Methods that change a container, or a tensor by what it was."""
@@ -143,8 +143,16 @@ def loops_at(function: ast.AST, line: int) -> list[ast.For | ast.While]:
 
 
 def called_in(nodes: Iterable[ast.AST]) -> list[str]:
-    """The paths that are called."""
-    return list(dict.fromkeys(path for each in calls_in(nodes) if (path := path_of(each.func))))
+    """The paths that are called, and those that are given to a call, which may call them, as a thread does."""
+    return list(
+        dict.fromkeys(path for each in calls_in(nodes) for path in (path_of(each.func), *given_to(each)) if path)
+    )
+
+
+def given_to(call: ast.Call) -> list[str]:
+    """The paths that a call is given as they are."""
+    given = [*call.args, *(each.value for each in call.keywords)]
+    return [path for each in given if (path := path_of(each))]
 
 
 def sources_in(nodes: Iterable[ast.AST]) -> set[str]:

@@ -732,6 +732,25 @@ class Pulse:
         pass
 
 
+def with_functions_that_others_call(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    held, logged = {"turns": 0}, {"turns": 0}
+
+    def work() -> None:
+        held["turns"] += 1
+
+    def note() -> None:
+        logged["turns"] += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in snap.steps(STEPS):
+            pool.submit(work).result()
+            pool.submit(note).result()
+            (job.model(torch.randn(2, 4)).sum() / held["turns"]).backward()
+            yield
+            job.update()
+            print(logged["turns"])
+
+
 def with_functions_that_nobody_calls_by_name(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     share, pulse, other = shares(), Pulse(), Pulse()
     for _ in snap.steps(STEPS):
@@ -1870,6 +1889,7 @@ NONE: list[str] = []
             ["means['share'] (line", "nearest (line", "kept['b'] (line"],
             ["told"],
         ),
+        (with_functions_that_others_call, ["held['turns'] (line"], ["logged"]),
         (
             with_functions_that_nobody_calls_by_name,
             ["held['turns'] (line", "COOLED['turns'] (line", "pulse.read (line", "pulse.entered (line"],
