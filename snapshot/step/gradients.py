@@ -13,7 +13,7 @@ import torch
 
 from holdfast.snapshot.copy.tensors import local
 from holdfast.snapshot.step.graphs import capturing
-from holdfast.snapshot.step.hooks import on_gradient
+from holdfast.snapshot.step.hooks import on_added_gradient, on_gradient
 
 STEPS_ON_DEVICES = 8
 """On a GPU gradients are looked at only in this many steps: reading a value there waits for the device."""
@@ -67,10 +67,12 @@ class Gradients:
         self._said: set[str] = set()
         self._steps = 0
         self._seen: dict[str, bool | None] = {}  # in this step, and whether any that was not zero was added
+        self._added: set[str] = set()  # those of them that were not only computed, as by `torch.autograd.grad`
         self._kept: dict[str, int] = {}  # those of them whose gradients were added to an earlier step's, and when
         self._count = 0
         self._watched = dict(first_trained(modules))
         self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._watched.items()]
+        self._undo += [on_added_gradient(parameter, self._noting(name)) for name, parameter in self._watched.items()]
 
     def stepped(self) -> None:
         """A step has ended."""
@@ -107,6 +109,9 @@ class Gradients:
         while self._undo:
             self._undo.pop()()
 
+    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda parameter: self._added.add(name)
+
     def _watch(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         at_first = parameter._version
 
@@ -119,7 +124,12 @@ class Gradients:
                 self._once(NO_STEP, self._count)
             if hasattr(parameter, "main_grad"):
                 return  # Megatron adds them up in `main_grad`, and takes `grad` away here
+            if name not in self._added:
+                self._seen.pop(name, None)
+                self._kept.pop(name, None)
             first, added = name not in self._seen, self._seen.get(name)
+            if first:
+                self._added.discard(name)
             self._seen[name] = added or self._holds(gradient)
             if first and not self._steps:
                 return
@@ -162,7 +172,9 @@ class Forgotten:
     def __init__(self, modules: Sequence[torch.nn.Module], held: Collection[str], say: Callable[..., object]) -> None:
         self._say = say
         self._unseen = {name: p for name, p in first_trained(modules) if name in held and p.grad is not None}
+        self._as_restored: set[str] = set()  # those whose gradient nobody had touched before the newest was computed
         self._undo = [on_gradient(parameter, self._watch(name, parameter)) for name, parameter in self._unseen.items()]
+        self._undo += [on_added_gradient(parameter, self._telling(name)) for name, parameter in self._unseen.items()]
 
     def remove(self) -> None:
         """Stop watching."""
@@ -174,10 +186,17 @@ class Forgotten:
         restored = _state_of(parameter.grad)
 
         def before_it_is_added(gradient: torch.Tensor) -> None:
-            if self._unseen.pop(name, None) is not None and _state_of(parameter.grad) == restored:
-                self._say(KEPT, name)  # nobody has zeroed it
+            is_as_restored = _state_of(parameter.grad) == restored
+            (self._as_restored.add if is_as_restored else self._as_restored.discard)(name)
 
         return before_it_is_added
+
+    def _telling(self, name: str) -> Callable[[torch.Tensor], None]:
+        def as_it_was_added(parameter: torch.Tensor) -> None:
+            if self._unseen.pop(name, None) is not None and name in self._as_restored:
+                self._say(KEPT, name)  # nobody has zeroed it
+
+        return as_it_was_added
 
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:

@@ -65,6 +65,14 @@ def on_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -
     return undo
 
 
+def on_added_gradient(parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Call `call` with a parameter once a gradient was added to its own: not for those that ``torch.autograd.grad``
+    returns. Otherwise as `on_gradient`."""
+    hooked = parameter.register_post_accumulate_grad_hook(torch.compiler.disable(call))  # type: ignore[no-untyped-call]
+    undo: Callable[[], None] = hooked.remove
+    return undo
+
+
 def replaced(owner: Any, name: str, value: object) -> Callable[[], None]:
     """Replace an attribute, or a class's for this one object. Returns what puts the earlier one back."""
     earlier = vars(owner).get(name)

@@ -10,7 +10,15 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from holdfast.snapshot.step.gradients import KEPT, MOST_WITHOUT_A_STEP, MOST_ZEROED, NO_STEP, Ahead, Gradients
+from holdfast.snapshot.step.gradients import (
+    KEPT,
+    MOST_WITHOUT_A_STEP,
+    MOST_ZEROED,
+    NO_STEP,
+    Ahead,
+    Forgotten,
+    Gradients,
+)
 from holdfast.snapshot.step.own_time import OwnTime
 
 
@@ -52,6 +60,34 @@ def test_a_loop_that_zeroes_its_gradients_hears_nothing(watched: Watched, to_non
         watched.zero(to_none)
     watched.gradients.check()
     assert watched.said == []
+
+
+def test_gradients_that_are_only_computed_are_not_those_of_a_step(watched: Watched) -> None:
+    """As by penalties on their norm, and in the inner loops of meta-learning."""
+    for _ in range(3):
+        for _ in range(2):  # while those of the step before are still there
+            torch.autograd.grad(watched.model(torch.ones(1, 2)).sum(), [*watched.model.parameters()])
+        watched.zero()
+        torch.autograd.grad(watched.model(torch.ones(1, 2)).sum(), [*watched.model.parameters()])
+        watched.backward()
+        with torch.no_grad():
+            watched.model.weight -= 0.1
+        watched.gradients.stepped()
+    assert (watched.said, watched.zeroed) == ([], 0)
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_after_a_restart_gradients_that_are_only_computed_are_not_added(zeroes: bool) -> None:
+    watched = Watched()
+    watched.model.weight.grad = torch.zeros(1, 2)
+    forgotten = Forgotten([watched.model], ["model0.weight"], lambda *line: watched.said.append(line))
+    torch.autograd.grad(watched.model(torch.ones(1, 2)).sum(), [*watched.model.parameters()])
+    assert watched.said == []
+    if zeroes:
+        watched.zero()
+    watched.backward()
+    assert watched.said == ([] if zeroes else [(KEPT, "model0.weight")])
+    forgotten.remove()
 
 
 def test_gradients_that_were_zero_before_are_not_taken_for_zeroed(watched: Watched) -> None:
