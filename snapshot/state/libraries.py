@@ -41,9 +41,13 @@ def has_state(value: Any) -> bool:
 
 
 def stands_alone(value: Any) -> bool:
-    """Whether an object, such as an environment or a buffer of experience, has nothing that is kept in another way."""
-    held = [value, *getattr(value, "__dict__", {}).values()]
-    return not any(is_captured_as_such(each) or isinstance(each, READ_THROUGH) or is_ours(each) for each in held)
+    """Whether an object, such as an environment or a buffer of experience, has nothing that is kept in another way.
+
+    An optimizer of the user's own has parameters: pickled with it, they would come back as copies that no model has.
+    """
+    held = (each for _, each, _ in walk([("", value)], lambda each: each is value, longest=LONGEST, most=MOST_OPENED))
+    kept = (*READ_THROUGH, torch.nn.Parameter)
+    return not any(is_captured_as_such(each) or isinstance(each, kept) or is_ours(each) for each in held)
 
 
 def kept_by_library(path: str, value: Any) -> list[tuple[str, Any, Any]]:

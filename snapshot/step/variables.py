@@ -317,7 +317,7 @@ def _may_change(value: Any) -> bool:
         return True
     if package_of(type(value).__module__) not in LIBRARIES and (has_state(value) or _wraps_optimizer(value)):
         return True
-    return is_users_own(value) and not callable(value)
+    return is_users_own(value) and not is_code(value)
 
 
 class Variables:

@@ -23,6 +23,7 @@ from holdfast import ConfigError, InMemorySnapshot, StateMismatch, register
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state import hidden
 from holdfast.snapshot.state.hidden import generators, sample_of, untracked
+from holdfast.snapshot.state.libraries import stands_alone
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import warnings_of
 from tests.unit.test_optimizer_kinds import Rough
@@ -311,6 +312,48 @@ def test_a_module_that_each_step_makes_anew_is_not_named(arena: Path, caplog: py
             step(snap, model, optim)
     (said,) = [text for text in warnings_of(caplog) if "changed by steps, and not captured" in text and "kept" in text]
     assert "fast" not in said
+
+
+class Called:
+    """A layer that is called, and is no module, as those that are written from scratch."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - x.mean(0)
+
+
+def test_what_an_object_keeps_that_is_called_is_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, layers = torch.nn.Linear(2, 3), [Called()]
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with InMemorySnapshot(model, optim) as snap:
+        for _ in range(4):
+            out = model(torch.ones(4, 2))
+            for layer in layers:
+                out = layer(out)
+            torch.autograd.backward(out.sum())
+            snap.drain(60)
+            optim.step()
+            optim.zero_grad()
+    assert any("layer" in each for each in named(caplog))
+
+
+@pytest.mark.parametrize(
+    ("holds", "alone"),
+    [
+        (torch.zeros(2), True),
+        ([torch.zeros(2)], True),
+        ([torch.nn.Parameter(torch.zeros(2))], False),
+        ([{"params": [torch.nn.Parameter(torch.zeros(2))]}], False),
+        ([torch.nn.Linear(2, 2)], False),
+    ],
+)
+def test_an_object_with_parameters_is_not_to_be_pickled(holds: Any, alone: bool) -> None:
+    part = Part()
+    vars(part)["holds"] = holds
+    assert stands_alone(part) is alone
 
 
 class Part:
