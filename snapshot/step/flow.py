@@ -63,7 +63,9 @@ UPDATES = frozenset({"update", "update_parameters", "load_state_dict"})
 COUNTS = frozenset({"range", "count", "cycle", "accumulate"})
 """Functions whose iterators begin at the same numbers whenever they are made."""
 
-TRAINS_BY = frozenset({"backward", "grad", "clip_grad_norm_", "clip_grad_value_"})
+TRAINS_BY = frozenset(
+    {"backward", "grad", "clip_grad_norm_", "clip_grad_value_", "manual_seed", "manual_seed_all", "seed"}
+)
 """Functions whose arguments decide what a step does."""
 
 

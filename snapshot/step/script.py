@@ -351,6 +351,11 @@ def _content(cell: CellType) -> Any:
         return MISSING
 
 
+def _seen_in(code: CodeType, around: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function sees of the variables around it: its own hide those of the same names."""
+    return {name: value for name, value in around.items() if name not in (*code.co_varnames, *code.co_cellvars)}
+
+
 def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helper | None:
     """The function of the user's own that is called by a path, unless it is a model's, with those that it calls, down
     to `deepest` levels."""
@@ -369,7 +374,7 @@ def helper_called(call: Call) -> Helper | None:
     if call.code.co_name == LAMBDA or function is None or isinstance(function, ast.Module) or is_gone or is_ours(owner):
         return None
     held = {call.itself: owner} if call.itself else {}
-    names = {**call.variables, **call.values(), **held}
+    names = {**_seen_in(call.code, call.variables), **call.values(), **held}
     return Helper(function, RunningValues(names), UNNAMED if held else "", call.itself, call.code.co_freevars, {})
 
 
@@ -393,7 +398,8 @@ def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
     if function is None or isinstance(function, ast.Module):
         return None
     cells = zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True)
-    names = {**inner.__globals__, **{name: value for name, cell in cells if (value := _content(cell)) is not MISSING}}
+    around = {name: value for name, cell in cells if (value := _content(cell)) is not MISSING}
+    names = _seen_in(inner.__code__, {**inner.__globals__, **around})
     arguments = function.args.posonlyargs + function.args.args
     itself = arguments[0].arg if held is not None and arguments else ""
     names |= {itself: held} if itself else {}

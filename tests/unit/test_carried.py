@@ -1596,6 +1596,33 @@ class Cooling:
             self.step()
 
 
+group = torch.Generator()
+"""Called as a variable of a function, which is another one."""
+
+
+class Counting:
+    """Its count gives the rate, by another method, or the seed."""
+
+    def __init__(self, job: Job, seeds: bool) -> None:
+        self.job, self.seeds = job, seeds
+        self.updates = 0
+
+    def count(self, updates: int) -> None:
+        self.updates = updates
+        if not self.seeds:
+            for group in self.job.optim.param_groups:
+                group["lr"] = 0.1 / updates
+
+    def train(self, snap: InMemorySnapshot) -> Iterator[None]:
+        for _ in snap.steps(STEPS):
+            yield
+            if self.seeds:
+                torch.manual_seed(1 + self.updates)
+            self.job.backward()
+            self.job.update()
+            self.count(self.updates + 1)
+
+
 def with_a_generator_that_trains(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     def trains() -> Iterator[int]:
         rate, logged = 0.05, 0
@@ -1913,6 +1940,8 @@ NONE: list[str] = []
             ["self.turns (line", "self.temperature (line"],
             ["self.told (line", "self.batch (line"],
         ),
+        (lambda snap, job: Counting(job, seeds=False).train(snap), ["self.updates (line"], NONE),
+        (lambda snap, job: Counting(job, seeds=True).train(snap), ["self.updates (line"], NONE),
         (with_a_generator_that_trains, ["rate (line"], ["logged"]),
         (in_a_function_that_a_library_calls, ["rates[0] (line"], ["logged"]),
         (with_a_dict_of_everything, ["state[key] for key in ['iter_num', 'step_count']"], ["dict(state)"]),
