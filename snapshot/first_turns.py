@@ -86,10 +86,11 @@ AGAIN = (
     "is refused then, or fails: do it at the end of the pass before"
 )
 NUMBERED = (
-    "steps depend on the number that enumerate() gives a batch, or on what zip() puts beside it, and that begins anew "
-    "when a restart goes on in the middle of a pass: write `for i, batch in snap.data(loader).enumerate():`, which "
-    "goes on counting, and look up by i what belongs to a batch; if data is read through something else, begin there: "
-    "`enumerate(..., data.position)`, with data = snap.data(loader)"
+    "steps depend on the number that enumerate() gives a batch, on what zip() puts beside it, or on how many islice() "
+    "takes, and that begins anew when a restart goes on in the middle of a pass: write `for i, batch in "
+    "snap.data(loader).enumerate():`, which goes on counting, and look up by i what belongs to a batch, or end the "
+    "pass by it; if data is read through something else, count from there, with data = snap.data(loader): "
+    "`enumerate(..., data.position)`, `islice(..., n - data.position)`"
 )
 PASSES = (
     "a loop begins at snap.epoch, which counts passes over data that is read by `for batch in snap.data(loader)`, and "

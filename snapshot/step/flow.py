@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.state.walk import is_ours, is_users_own
-from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
+from holdfast.snapshot.step.anew import counted_anew
+from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, Origins, Returned, Trace
 from holdfast.snapshot.step.script import (
     MISSING,
     Helper,
@@ -27,7 +27,6 @@ from holdfast.snapshot.step.script import (
     assigned_by,
     read_by,
     read_in,
-    reads_on,
     renamed,
 )
 from holdfast.snapshot.step.syntax import (
@@ -59,9 +58,6 @@ ACTS = frozenset({"step", "backward", "load_state_dict", "add_param_group", "req
 
 UPDATES = frozenset({"update", "update_parameters", "load_state_dict"})
 """Methods that change a module."""
-
-COUNTS = frozenset({"range", "count", "cycle", "accumulate"})
-"""Functions whose iterators begin at the same numbers whenever they are made."""
 
 TRAINS_BY = frozenset(
     {"backward", "grad", "clip_grad_norm_", "clip_grad_value_", "manual_seed", "manual_seed_all", "seed"}
@@ -258,8 +254,8 @@ class Flow:
         self.found.passes |= is_turn and bool(origins & PASS)
         self._trained.loop(node.target, node.iter)
         self._assign(node.target, origins)
-        if is_turn and node.lineno == self._top and isinstance(node.target, ast.Tuple):
-            for part, path in _beside_batches(node.target, node.iter, self._value_of, self._expression):
+        if is_turn and node.lineno == self._top:
+            for part, path in counted_anew(node.target, node.iter, self._value_of, self._expression):
                 self._assign(part, self._trace.know({path: node.lineno}) if path else frozenset({NUMBER}))
 
     def _choose(self, node: ast.If) -> Origins:
@@ -462,29 +458,3 @@ class Flow:
 def _is_range(value: Any) -> bool:
     """Whether a value is a range, or tqdm's bar around one."""
     return isinstance(getattr(value, "__dict__", {}).get("iterable", value), range)
-
-
-def _is_enumerate(call: ast.Call, called: Any) -> bool:
-    """Whether the built-in function is called, by whatever name."""
-    return called is enumerate or (called is MISSING and path_of(call.func) == "enumerate")
-
-
-def _beside_batches(
-    target: ast.Tuple, over: ast.expr, value_of: Callable[[str], Any], origins_of: Callable[[ast.expr], Origins]
-) -> Iterator[tuple[ast.expr, str]]:
-    """What a loop over the batches of a pass gives beside them, and begins anew where a restart goes on in that pass:
-    where it puts that, with the path of an iterator that it reads on; empty: a number, or what belongs to one."""
-    calls = [each for each in ast.walk(over) if isinstance(each, ast.Call)]
-    for counted in [each for each in calls if _is_enumerate(each, value_of(path_of(each.func)))][:1]:
-        begins = [*counted.args[1:], *(each.value for each in counted.keywords)]
-        goes_on = any(name_of_call(each) == "enumerate" and isinstance(each.func, ast.Attribute) for each in calls)
-        if not goes_on and not any(origins_of(each) & PLACE for each in begins):
-            yield target.elts[0], ""
-    zipped = over.args if isinstance(over, ast.Call) and name_of_call(over) == "zip" else []
-    for part, each in zip(target.elts, zipped, strict=False):
-        value = value_of(path := path_of(each))
-        counts = isinstance(each, ast.Call) and name_of_call(each) in COUNTS
-        if reads_on(value):
-            yield part, path
-        elif counts or isinstance(value, list | tuple | range | np.ndarray | torch.Tensor):
-            yield part, ""

@@ -367,6 +367,36 @@ def train(snap, data, model, optim):
     assert found.numbered is numbered and {*found.carried} == carried
 
 
+@pytest.mark.parametrize(
+    ("over", "ends_it"),
+    [
+        ("x in islice(snap.data(loader), 3)", True),
+        ("x in tqdm(islice(data, n))", True),
+        ("x in islice(snap.data(loader), none)", False),
+        ("x in islice(data, 3 - data.position)", False),
+        ("_, x in zip(range(3), snap.data(loader))", True),
+        ("x, _ in zip(data, range(n))", True),
+        ("_, x in zip(weights, snap.data(loader))", True),
+        ("_, x in zip(range(8), snap.data(loader))", False),
+        ("_, x in zip(range(len(loader)), snap.data(loader))", False),
+        ("_, x in zip(count(), snap.data(loader))", False),
+    ],
+)
+def test_a_number_that_ends_a_pass_begins_anew_with_the_process(over: str, ends_it: bool) -> None:
+    text = f"""
+def train(snap, data, loader, model, optim):
+    for epoch in range(snap.epoch, 3):
+        for {over}:
+            model(x).sum().backward()
+            optim.step()
+"""
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    numbers: dict[str, Any] = {"n": 3, "none": None, "weights": [1.0, 2.0]}
+    given = {"snap": Hook(), "data": Hook(), "loader": DataLoader(list(range(8))), **numbers}
+    assert flow(function, 4, given, TorchAdapter(nn.Linear(1, 1), None)).numbered is ends_it
+
+
 def skipping(iterated: str, test: str) -> bool:
     text = f"""
 def train(snap, model, optim):
