@@ -50,7 +50,7 @@ def counted_anew(
         counts = isinstance(each, ast.Call) and name_of_call(each) in COUNTS
         if reads_on(value):
             yield part, path
-        elif counts or isinstance(value, SIZED):
+        elif (counts or isinstance(value, SIZED)) and not origins_of(each) & PLACE:
             yield from [(part, ""), *[(target, "")] * (_length(each, value_of) < batches)]
 
 
