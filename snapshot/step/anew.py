@@ -62,10 +62,8 @@ def _is_enumerate(call: ast.Call, called: Any) -> bool:
 def _length(node: ast.expr, value_of: Callable[[str], Any]) -> float:
     """How many items a value has, or ``range(n)``; infinite if that is not known."""
     match node:
-        case ast.Call(args=[ast.Constant(value=int(number))]):
-            return number
-        case ast.Call(args=[number]):
-            value = value_of(path_of(number))
+        case ast.Call(args=[number]) if name_of_call(node) == "range":
+            value = number.value if isinstance(number, ast.Constant) else value_of(path_of(number))
             return value if type(value) is int else math.inf
     value = value_of(path_of(node))
     return len(value) if isinstance(value, SIZED) else math.inf

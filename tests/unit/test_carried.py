@@ -380,6 +380,7 @@ def train(snap, data, model, optim):
         ("_, x in zip(range(8), snap.data(loader))", False),
         ("_, x in zip(range(len(loader)), snap.data(loader))", False),
         ("_, x in zip(count(), snap.data(loader))", False),
+        ("_, x in zip(count(1), snap.data(loader))", False),
         ("_, x in zip(range(3 - data.position), data)", False),
         ("n, x in zip(range(snap.step, 3), endless(snap.data(loader)))", False),
     ],
