@@ -20,9 +20,13 @@ from holdfast.snapshot.step.variables import is_users_frame, objects_in_variable
 MOST_LOOKS = 8
 """A function is looked at this many times, for the objects whose method it is: some run very often."""
 
-MOST_EVENTS = 1_000_000
-"""So many calls and returns are heard of, which takes a fraction of a second: a compiler that is at work between two
-steps, or an evaluation, is slowed down no longer."""
+MOST_EVENTS = 5_000_000
+"""So many calls and returns are heard of, which takes a second or two: a compiler that is at work between two steps, or
+an evaluation, is slowed down no longer."""
+
+OF_THE_LOOP = "holdfast.snapshot.loop"
+"""What is called in this module is no part of the user's step. At a job's first steps it calls more functions than
+these do: to plan for a thousand parameters takes a million events."""
 
 LAMBDA = "<lambda>"
 """The name of the code of each function without a name."""
@@ -65,6 +69,7 @@ class Calls:
         self._looks: Counter[CodeType] = Counter()
         self._found: dict[tuple[CodeType, int, CodeType], Call] = {}
         self._is_over = False
+        self._aside: FrameType | None = None  # the outermost function of the loop's that is running
         self._left = MOST_EVENTS
         if sys.getprofile() is None:
             there = [each for each in objects_in_variables() if type(each).__weakrefoffset__]
@@ -74,12 +79,21 @@ class Calls:
     def stop(self) -> list[Call]:
         """Returns what was noted. Another thread than that which began ends it when it calls something."""
         self._is_over = True
+        if not self._left:
+            log.info("more was called in a step than is followed: what called functions carry may not all be named")
         return list(self._found.values())
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
-        self._left -= 1
         if self._is_over or not self._left:
             sys.setprofile(None)
+            return
+        if self._aside is not None:
+            if frame is self._aside and event == "return":
+                self._aside = None
+            return
+        self._left -= 1
+        if event == "call" and frame.f_globals.get("__name__") == OF_THE_LOOP:
+            self._aside = frame
         elif event == "return" and self._looks[frame.f_code] < MOST_LOOKS:
             self._looks[frame.f_code] += 1
             try:

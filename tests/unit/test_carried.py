@@ -33,6 +33,7 @@ from holdfast.integrations.adapters.torch_native import TorchAdapter
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change
 from holdfast.snapshot.state.tracked import Tracked
+from holdfast.snapshot.step import calls
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.script import Named, RunningValues, helper_of
 from holdfast.snapshot.step.syntax import called_in, function_of, loops_at
@@ -1998,6 +1999,14 @@ def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
     assert bool(line) == bool(named) and all(name in line for name in named)
     assert not any(name in line for name in others)
     assert "counts from its beginning" not in caplog.text
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_holdfast_calls_meanwhile_is_not_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "MOST_EVENTS", 10_000)  # a turn of that loop takes some hundreds
+    assert "calls.found[0].turns (line" in said(with_callbacks, caplog, "carries from turn to turn")
 
 
 class Entering:
