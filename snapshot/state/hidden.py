@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -51,8 +50,8 @@ SAMPLED = 64
 MOST_OPENED = 1_000_000
 """Maximum number of containers and objects in attributes that are looked into."""
 
-MOST = 1000
-"""The most attributes that are compared at one look, since reading each may wait for a GPU."""
+MOST_READ = 1000
+"""The most tensors that are compared at one look, since reading each may wait for a GPU."""
 
 
 _registry: dict[type, Callable[[str, Any], Tracked]] = {}
@@ -139,12 +138,12 @@ class Changing(Generic[P]):
     """Finds values that change from step to step. Used by the training thread.
 
     Args:
-        samples: gives the values that are compared, at every look: their places, and bytes that most probably differ if
-            the value does. All beyond the first `MOST` are left out.
+        samples: gives the values that are compared, at every look: their places, and tensors, of which all beyond the
+            first `MOST_READ` are left out, or bytes that most probably differ if the value does.
         patience: a place is reported once it has differed at this many looks in a row from the look before.
     """
 
-    samples: Callable[[], Iterator[tuple[P, bytes]]]
+    samples: Callable[[], Iterator[tuple[P, bytes | torch.Tensor]]]
     patience: int
     _boundaries: int = 0
     _before: dict[P, bytes] = field(default_factory=dict)
@@ -158,7 +157,13 @@ class Changing(Generic[P]):
         self._boundaries += 1
         if self._boundaries > FIRST_LOOKS and self._boundaries & (self._boundaries - 1):
             return []
-        now = dict(islice(self.samples(), MOST))
+        now, read = dict[P, bytes](), 0
+        for place, value in self.samples():
+            if isinstance(value, bytes):
+                now[place] = value
+            elif read < MOST_READ and (part := sample_of(value)):
+                now[place] = part
+                read += 1
         changed = [place for place, part in now.items() if self._before.get(place, part) != part]
         self._before = now
         self._in_a_row = {place: self._in_a_row.get(place, 0) + 1 for place in changed}
@@ -167,7 +172,7 @@ class Changing(Generic[P]):
 
 def samples_of_attributes(
     roots: Collection[tuple[str, Any]], named: Collection[Any], captured: Collection[int]
-) -> Iterator[tuple[str, bytes]]:
+) -> Iterator[tuple[str, bytes | torch.Tensor]]:
     """Numbers, tensors and arrays in attributes, for `Changing`.
 
     Attributes of modules with a ``get_extra_state`` are left out, and those of torch's own classes except
@@ -191,7 +196,9 @@ def samples_of_attributes(
             continue
         if isinstance(value, bool | int | float | np.generic):
             yield path, repr(value).encode()
-        elif is_tensor_or_array(value) and memory_of(value) not in captured and (part := sample_of(value)):
+        elif isinstance(value, torch.Tensor) and memory_of(value) not in captured:
+            yield path, value
+        elif isinstance(value, np.ndarray) and memory_of(value) not in captured and (part := sample_of(value)):
             yield path, part
 
 

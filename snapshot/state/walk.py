@@ -42,7 +42,7 @@ MOST = 10_000
 """Maximum number of containers and objects that are opened."""
 
 LONGEST = 256
-"""Containers with more entries that a script keeps are taken for data and are not searched."""
+"""Containers with more entries that a script or a data source keeps are taken for data."""
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
@@ -78,6 +78,7 @@ def walk(
     code: bool = False,
     skipped: Collection[str] = (),
     longest: int | None = None,
+    objects: bool = False,
     thinned: int | None = None,
     deepest: int = DEEPEST,
     most: int = MOST,
@@ -92,33 +93,45 @@ def walk(
             are.
         skipped: names of attributes that are not followed.
         longest: containers with more entries are not opened: they are data.
+        objects: open those that hold objects all the same, as a list of environments does, when nothing else is left.
         thinned: of longer lists and tuples only about as many entries are followed, spread evenly: a sample will do.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
     todo = deque((path, value, None, 0) for path, value in roots)
-    while todo:
-        path, value, holder, depth = todo.popleft()
+    last = deque[tuple[str, Any, Any, int]]()
+    while todo or last:
+        path, value, holder, depth = (todo or last).popleft()
         yield path, value, holder
         opened = _of(type(value)).opened
         if opened is None or not most or depth == deepest or id(value) in seen:
             continue
-        if opened is not _attributes:
-            if opened in (parts_of_code, _class_attributes):
-                if not (code and into(value)):
-                    continue
-            elif longest is not None and opened is not _position and len(value) > longest:
+        is_long = False
+        if opened is _attributes:
+            if not into(value):
+                continue
+            parts = _attributes(value, skipped, code)
+        elif opened in (parts_of_code, _class_attributes):
+            if not (code and into(value)):
                 continue
             parts = opened(value)
+        else:
+            is_long = longest is not None and opened is not _position and len(value) > longest
+            if is_long and not (objects and _holds_objects(value)):
+                continue
+            parts = islice(opened(value), most) if is_long else opened(value)
             if thinned is not None and opened is _items and len(value) > thinned:
                 parts = islice(parts, 0, None, len(value) // thinned)
-        elif into(value):
-            parts = _attributes(value, skipped, code)
-        else:
-            continue
         most -= 1
         if once:
             seen[id(value)] = value
-        todo.extend([(path + name, part, value, depth + 1) for name, part in parts])
+        (last if is_long else todo).extend([(path + name, part, value, depth + 1) for name, part in parts])
+
+
+def _holds_objects(container: Collection[Any]) -> bool:
+    """Whether the first entry is an object or a random generator, and no value."""
+    entries = container.values() if isinstance(container, Mapping) else container
+    first = next(iter(entries), None)
+    return is_generator(first) or _of(type(first)).opened is _attributes
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

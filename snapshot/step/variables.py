@@ -95,12 +95,12 @@ def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
     Args:
         but: ids of generators that are somebody else's.
     """
-    return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, most=MOST)
+    return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, objects=True, most=MOST)
 
 
 def objects_in_variables() -> Iterator[Any]:
     """What the script's variables lead to, of its own classes."""
-    found = walk(chain.from_iterable(_variables()), is_users_own, longest=LONGEST, most=MOST)
+    found = walk(chain.from_iterable(_variables()), is_users_own, longest=LONGEST, objects=True, most=MOST)
     return (value for _, value, _ in found if is_users_own(value) and not is_code(value))
 
 
@@ -113,7 +113,7 @@ def name_of(value: Any, *, for_all: bool = False) -> str:
             of them, as ``phases[i]``: what is done to one of them now is done to another one later.
     """
     for roots in reversed(list(_variables())):
-        found = list(walk(roots, is_users_own, longest=LONGEST, most=MOST))
+        found = list(walk(roots, is_users_own, longest=LONGEST, objects=True, most=MOST))
         if paths := [path for path, each, _ in found if each is value]:
             path = max(paths, key=lambda path: (len(path), path))
             entry = re.match(r"(.*)\[\d+\]", path) if for_all else None
@@ -164,7 +164,7 @@ class ChangingVariables:
         self._told |= found.keys()
         return [(name, self._whole.get(name) or _line(name, which)) for name, which in found.items()]
 
-    def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes]]:
+    def _samples(self) -> Iterator[tuple[tuple[str, Any], bytes | torch.Tensor]]:
         """Places are names in the script, with what tells an object from another one that is called so later."""
         self._looks += 1
         if not all(each.captured for each in [*entered]):
@@ -176,7 +176,7 @@ class ChangingVariables:
         def is_opened(value: Any) -> bool:
             return id(value) not in known and _may_change(value)
 
-        found = list(walk(chain.from_iterable(_variables()), is_opened, longest=LONGEST, most=MOST))
+        found = list(walk(chain.from_iterable(_variables()), is_opened, longest=LONGEST, objects=True, most=MOST))
         owned = ((id(value), kept_by_library(path, value)) for path, value, _ in found if id(value) not in known)
         kept_by = {owner: inner for owner, inner in owned if inner}
         found += chain.from_iterable(kept_by.values())
@@ -202,7 +202,7 @@ class ChangingVariables:
                 continue
             is_beside = trains_beside_optimizers(holder)
             part = _sample(value, seen, has_numbers=is_beside or id(holder) in kept_by)
-            if part and (which := self._which(value, holder)) is not None:
+            if part is not None and (which := self._which(value, holder)) is not None:
                 is_alone = type(value) in (int, float) and is_beside
                 told = path if is_alone else _owner_of(path, at)
                 yield (told.partition(".")[2], (path, which)), part
@@ -285,11 +285,11 @@ def line_for_attribute(path: str) -> str:
     return f'snap.track("{full}", get=lambda: {path}, set=lambda value: setattr({owner}, "{name}", value))'
 
 
-def _sample(value: Any, known: Collection[int], has_numbers: bool) -> bytes | None:
+def _sample(value: Any, known: Collection[int], has_numbers: bool) -> bytes | torch.Tensor | None:
     if has_numbers and (type(value) in (int, float) or isinstance(value, np.generic)):
         return repr(value).encode()
     if is_tensor_or_array(value) and memory_of(value) not in known:
-        return sample_of(value)
+        return value if isinstance(value, torch.Tensor) else sample_of(value) or None
     if type(value) in (list, deque) and value:  # may be experience, of which old entries do not change
         newest = value[-1] if isinstance(value[-1], tuple) else (value[-1],)
         if any(is_tensor_or_array(each) and each.ndim for each in newest):

@@ -234,6 +234,20 @@ class Recurrent(torch.nn.Module):
         return y
 
 
+class Configured(torch.nn.Module):
+    """A layer with numbers in attributes, the last of which the last layer changes."""
+
+    def __init__(self, changes: float = 0.0) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.width, self.heads, self.scale, self.changes, self.rate = 2, 1, 0.5, changes, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rate += self.changes
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
 class Merging(torch.optim.SGD):
     """Merges weights into a slow copy every third step."""
 
@@ -259,6 +273,13 @@ def test_attributes_that_change_are_named_once(arena: Path, caplog: pytest.LogCa
         "optim.copies[0]; optim.copies[1]",
         "model0.calls; model0.hidden; model0.means['x']",
     ]
+
+
+def test_an_attribute_among_thousands_is_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(*[Configured() for _ in range(300)], Configured(changes=0.1))
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    trained(InMemorySnapshot(model, optim), model, optim, 6)
+    assert named(caplog) == ["model0.300.rate"]
 
 
 def test_attributes_that_are_tracked_are_not_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:

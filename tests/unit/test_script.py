@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import ConfigError, InMemorySnapshot
+from holdfast.snapshot.state.walk import LONGEST
 from holdfast.snapshot.step import variables
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, looping, trial, warnings_of
@@ -217,7 +218,7 @@ def noise_of_a_class(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
 
 
 def noise_of_many(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
-    generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(LONGEST + 1)]
     for _ in snap.steps(STEPS):
         job.model(sum(torch.randn(6, 4, generator=each) for each in generators)).square().sum().backward()
         yield

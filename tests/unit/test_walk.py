@@ -136,6 +136,14 @@ def test_limits_cut_off_what_is_far() -> None:
     assert list(paths(list(range(8)), thinned=4)) == ["", "[0]", "[2]", "[4]", "[6]"]
 
 
+def test_a_long_container_of_objects_comes_last() -> None:
+    objects, values = [Slotted(number) for number in range(4)], [0] * 4
+    found = list(paths([objects, values, [[5]]], longest=3, objects=True))
+    assert found[:6] == ["", "[0]", "[1]", "[2]", "[2][0]", "[2][0][0]"]
+    assert found[6:8] == ["[0][0]", "[0][0].kept"] and len(found) == 14
+    assert list(paths([objects], longest=3)) == ["", "[0]"]
+
+
 def test_functions_are_followed_where_code_counts() -> None:
     generator = random.Random(1)
 
