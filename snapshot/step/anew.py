@@ -1,4 +1,7 @@
-"""What a loop over the batches of a pass counts, and begins anew where a restart goes on in the middle of that pass."""
+"""What a loop counts, and begins anew after a restart.
+
+A loop over the batches of a pass does so where a restart goes on in the middle of that pass.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ import torch
 from holdfast.snapshot.state.walk import is_ours
 from holdfast.snapshot.step.origins import PLACE, Origins
 from holdfast.snapshot.step.script import MISSING, reads_on
-from holdfast.snapshot.step.syntax import name_of_call, path_of
+from holdfast.snapshot.step.syntax import ASIDE, Function, name_of_call, parts_of, path_of, root_of
 
 COUNTS = frozenset({"range", "count", "cycle", "accumulate"})
 """Functions whose iterators begin at the same numbers whenever they are made."""
+
+RANGES = frozenset({"range", "trange"})
+"""Functions that give the numbers of a loop, the second with a bar."""
 
 SIZED = (list, tuple, range, np.ndarray, torch.Tensor)
 """Types of what begins at its first item whenever it is gone through."""
@@ -52,6 +58,28 @@ def counted_anew(
             yield part, path
         elif (counts or isinstance(value, SIZED)) and not origins_of(each) & PLACE:
             yield from [(part, ""), *[(target, "")] * (_length(each, value_of) < batches)]
+
+
+def hands_on(function: Function, value_of: Callable[[str], Any]) -> bool:
+    """Whether a function leaves the place that the hook tells in a variable, or gives it to another function, which may
+    count on from there; to log it is not enough. `value_of`: the value of a path."""
+    calls = [each for each in parts_of(function) if isinstance(each, ast.Call)]
+    aside = {part for each in calls if ASIDE.search(path_of(each.func).lower()) for part in ast.walk(each)}
+    given: list[ast.AST] = [each.value for each in parts_of(function) if isinstance(each, ast.Assign)]
+    for each in calls:
+        if each not in aside and name_of_call(each) not in RANGES:
+            given += [*each.args, *each.keywords]
+    told = [part for each in given for part in ast.walk(each) if isinstance(part, ast.Attribute)]
+    return any(part.attr in ("epoch", "step") and is_ours(value_of(path_of(part.value))) for part in told)
+
+
+def begins_elsewhere(loop: ast.For | ast.While, function: Function) -> bool:
+    """Whether a loop over a range begins at a number that its function does not set itself."""
+    over = ast.walk(loop.iter) if isinstance(loop, ast.For) else ()
+    given = [each.args for each in over if isinstance(each, ast.Call) and name_of_call(each) in RANGES]
+    begins = root_of(path_of(given[0][0])) if given and len(given[0]) > 1 else ""
+    names = [each for each in parts_of(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    return bool(begins) and begins not in {each.id for each in names}
 
 
 def _is_enumerate(call: ast.Call, called: Any) -> bool:

@@ -26,6 +26,7 @@ import torch
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.snapshot.state.adapter import entered
 from holdfast.snapshot.state.libraries import is_environment, stands_alone
+from holdfast.snapshot.step.anew import begins_elsewhere, hands_on
 from holdfast.snapshot.step.calls import LAMBDA, Call, Calls
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.origins import Returned
@@ -186,6 +187,7 @@ class Following:
         self._made = {id(call.owner()) for call in calls if call.code.co_name == "__init__"}
         self._running = [each for frame in users_frames() if (each := _running(frame, at.get(frame))) is not None]
         self._functions = [each.function for each in self._running]  # each of them is looked into
+        self._hands_on = any(hands_on(each.function, each.values.of) for each in self._running)
         self._called: list[Function] = []  # by these, and looked into on the way
         self._returned: dict[tuple[Function, str], dict[str, int]] = {}  # what calls of functions by name give back
         # What functions update from what it was, by who holds it, as others may read it: what gives its name, and the
@@ -277,6 +279,8 @@ class Following:
                 flow.is_read_in(call.code)
         self._called += (part for helper in helpers.values() for part in helper.functions())
         found = flow.found
+        if self._hands_on:
+            found.counts -= {turn.lineno for turn in turns if begins_elsewhere(turn, each.function)}
         helpers = {path: helper for path, helper in helpers.items() if path in flow.called | sources}
         for called, helper in helpers.items():
             inner = self._in_helper(helper, called in sources)
@@ -313,7 +317,9 @@ class Following:
         updated = renamed(flow.found.updated, outside)
         found = Carries(renamed(carried, outside), renamed(iterators, outside), updated)
         if not LOOKS_ON.search(helper.function.name):
-            found.environments |= renamed(self._acted_in([helper.function], values), outside)
+            held = ((values.of(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in found.carried)
+        found.attributes |= {(id(owner), name) for owner, name in held if isinstance(owner, torch.nn.Module)}
+        found.environments |= renamed(self._acted_in([helper.function], values), outside)
         for inner in (each for path, each in helper.calls.items() if path in flow.called):
             found.add(self._in_helper(inner, called=outside))
         return found

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.state.walk import is_ours, is_users_own
-from holdfast.snapshot.step.anew import counted_anew
+from holdfast.snapshot.step.anew import RANGES, counted_anew
 from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, Origins, Returned, Trace
 from holdfast.snapshot.step.script import (
     MISSING,
@@ -30,6 +29,7 @@ from holdfast.snapshot.step.script import (
     renamed,
 )
 from holdfast.snapshot.step.syntax import (
+    ASIDE,
     Function,
     as_run,
     changed_by,
@@ -47,11 +47,6 @@ from holdfast.snapshot.step.trained import Trained, adds_parameters, seeds, trai
 
 NUMBER = "<number of a batch>"
 """Origin of what the built-in ``enumerate`` counts."""
-
-ASIDE = re.compile(
-    "log|print|save|write|report|plot|show|eval|valid|test|sample|generat|display|record|dump|metric|check|image|visual"
-)
-"""A function with such a name looks at the training from the side."""
 
 ACTS = frozenset({"step", "backward", "load_state_dict", "add_param_group", "requires_grad_"})
 """Methods with which a script trains. Which of them are called, may depend on a value, too."""
@@ -248,7 +243,7 @@ class Flow:
         calls = [each for each in ast.walk(node.iter) if isinstance(each, ast.Call)]
         if is_turn and not origins & KNOWN_TO_US:
             self._counting.add(node)
-        is_range = _is_range(self._value_of(path_of(node.iter))) or {"range", "trange"} & set(map(name_of_call, calls))
+        is_range = _is_range(self._value_of(path_of(node.iter))) or RANGES & set(map(name_of_call, calls))
         if node in self._counting and is_range:
             self.found.counts.add(node.lineno)
         self.found.passes |= is_turn and bool(origins & PASS)

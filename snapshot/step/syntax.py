@@ -50,6 +50,12 @@ CHANGES_GIVEN = frozenset(
 """Functions of libraries that change the container that they are given first."""
 
 
+ASIDE = re.compile(
+    "log|print|save|write|report|plot|show|eval|valid|test|sample|generat|display|record|dump|metric|check|image|visual"
+)
+"""A function with such a name looks at the training from the side."""
+
+
 def path_of(node: ast.AST) -> str:
     """The path that an expression is, as ``self.state['n']``; else empty."""
     if isinstance(node, ast.Name):

@@ -34,6 +34,7 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change
 from holdfast.snapshot.state.tracked import Tracked
 from holdfast.snapshot.step import calls
+from holdfast.snapshot.step.anew import hands_on
 from holdfast.snapshot.step.flow import Carries, Flow
 from holdfast.snapshot.step.script import Named, RunningValues, helper_of
 from holdfast.snapshot.step.syntax import called_in, function_of, loops_at
@@ -1999,6 +2000,58 @@ def test_what_feeds_steps_is_named_once_and_what_does_not_is_not(
     assert bool(line) == bool(named) and all(name in line for name in named)
     assert not any(name in line for name in others)
     assert "counts from its beginning" not in caplog.text
+
+
+class Passes:
+    """Counts passes from a number that it is given, or finds in an attribute."""
+
+    def __init__(self, snap: InMemorySnapshot, job: Job) -> None:
+        self.snap, self.job, self.first = snap, job, 0
+
+    def train(self, first: int = 0) -> Iterator[None]:
+        for _ in range(first, 3):
+            yield from self.one()
+
+    def train_from_attribute(self) -> Iterator[None]:
+        for _ in range(self.first, 3):
+            yield from self.one()
+
+    def one(self) -> Iterator[None]:
+        for (x,) in self.snap.data(DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=2)):
+            self.job.model(x).sum().backward()
+            yield
+            self.job.step()
+
+
+def given_an_argument(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    yield from Passes(snap, job).train(first=snap.epoch)
+
+
+def given_an_attribute(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    passes = Passes(snap, job)
+    passes.first = snap.epoch
+    yield from passes.train_from_attribute()
+
+
+@pytest.mark.usefixtures("arena")
+@pytest.mark.parametrize("loop", [given_an_argument, given_an_attribute])
+def test_a_loop_may_be_told_by_its_caller_where_to_count_on(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    assert said(loop, caplog, "counts from its beginning") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [
+        ("args.first = snap.epoch", True),
+        ("train(model, first=int(snap.step))", True),
+        ("print(f'goes on in pass {str(snap.epoch)}')", False),
+        ("logger.info('%d', snap.step)", False),
+        ("args.first = other.epoch", False),
+        ("for epoch in range(snap.epoch, 3):\n    pass", False),
+    ],
+)
+def test_to_log_the_place_tells_nobody_where_to_count_on(text: str, does: bool) -> None:
+    assert hands_on(ast.parse(text), RunningValues({"snap": Hook()}).of) is does
 
 
 @pytest.mark.usefixtures("arena")
