@@ -390,6 +390,7 @@ class FirstTurns:
         carried = found.objects | found.environments | found.carried | found.updated
         if names := [f"{shown(name)} ({line})" for name, line in carried.items()]:
             log.warning(CARRIED, some(names), some(lines_for(found)))
+            self._adapter.told |= found.attributes
             if self._changing is not None:
                 self._changing.leave_out(carried)
         if found.iterators:

@@ -48,6 +48,7 @@ class Adapter:
         rebuilds: what the user has said for `rebuild`.
         carried: random streams of absent ranks, by coordinate.
         captured: `memory_of` the tensors that are captured, and of the optimizers, when `verify` was called last.
+        told: names of attributes that `watch` need not tell of, with the ids of who holds them.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class Adapter:
         self._watches: list[Changing[str]] = []
         self._switches = switches(self._roots(), [])
         self._turned: list[str] = []  # those that the first step has turned
-        self._told: set[str] = set()  # by any watch: `verify` makes new ones with every layout
+        self.told: set[tuple[int, str]] = set()
+        self._warned: set[str] = set()  # by any watch: `verify` makes new ones with every layout
         self.rebuilds: list[Callable[[At], object]] = []
         self._parameters: frozenset[str] | None = None  # names, when the layout was last made
         self._undo = ExitStack()  # what `materialise` has made of tensors that are no optimizer's
@@ -206,7 +208,7 @@ class Adapter:
         self._warn_of_growth()
         self.captured = self.memory()
         self._watches = [
-            Changing(partial(samples_of_attributes, list(roots), self.named(), self.captured), patience)
+            Changing(partial(samples_of_attributes, list(roots), self.named(), self.captured, self.told), patience)
             for roots, patience in ((self._roots(), 3), (self._unknown_optimizers(), 1))
         ]
         now = switches(self._roots(), self.named())
@@ -238,9 +240,9 @@ class Adapter:
 
     def watch(self) -> None:
         """Called as a snapshot is taken: warn of attributes that change from step to step and are not captured."""
-        found = {place for watch in self._watches for place in watch.look()}.union(self._turned) - self._told
+        found = {place for watch in self._watches for place in watch.look()}.union(self._turned) - self._warned
         if found:
-            self._told |= found
+            self._warned |= found
             log.warning(
                 "%s: changed by steps, and not captured. If a step reads what an earlier one left there, a restart "
                 "gives other results: then name it by snap.track. `holdfast audit` tells whether it does",

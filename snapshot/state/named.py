@@ -82,7 +82,8 @@ def state_named_by(given: Iterable[Any]) -> NamedState:
         for path, value in referred(each):
             name = path.removeprefix(".")
             own = [chain[1:] for chain in read if chain[0] == name]
-            found.variables.update([name] * (() in own))
+            if () in own:
+                found.variables.add(name)
             is_attribute = not own and name in each.__globals__  # of something else that is read
             if isinstance(value, FunctionType) and is_users_own(value) and own:
                 todo.append(value)

@@ -57,7 +57,9 @@ def counted_anew(
         if reads_on(value):
             yield part, path
         elif (counts or isinstance(value, SIZED)) and not origins_of(each) & PLACE:
-            yield from [(part, ""), *[(target, "")] * (_length(each, value_of) < batches)]
+            yield part, ""
+            if _length(each, value_of) < batches:
+                yield target, ""
 
 
 def hands_on(function: Function, value_of: Callable[[str], Any]) -> bool:

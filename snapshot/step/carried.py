@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -219,9 +219,7 @@ class Following:
         for named in (found.carried, found.environments):
             named.pop("", None)  # what the caller has no name for
         found.carried = renamed(found.carried, script_name)
-        outer = self._name_of_entering()
-        for field in ("carried", "objects", "environments", "iterators", "updated"):
-            setattr(found, field, renamed(getattr(found, field), partial(_as_self, outer)))
+        found.rename(partial(_as_self, self._name_of_entering()))
         whole = found.carried.keys() | found.objects.keys()
         found.carried = {path: line for path, line in found.carried.items() if whole.isdisjoint(owners_of(path))}
         return found
@@ -271,7 +269,7 @@ class Following:
         sources = sources_in(turns)
         paths = [*called_in(turns), *sources]
         helpers = {path: helper for path in paths if (helper := helper_of(path, values)) is not None}
-        values, returned = values.with_those_of(helpers.values()), self._returned_to(each.function)
+        values, returned = values.with_closures_of(helpers.values()), self._returned_to(each.function)
         flow = Flow(each.function, values, self._named, helpers, turns=turns, top=top, returned=returned)
         self._note_kept(flow, values, each.called)
         for call in self._calls:
@@ -297,6 +295,7 @@ class Following:
         dicts = {path.rpartition("[")[0] for path in found.carried} - {""}
         found.mixed |= {each.called(path) for path in dicts if _is_mixed(values.of(path))}
         carried, iterators = _by_kind(values, found.carried)
+        found.attributes |= _of_modules(values, carried)
         found.environments |= renamed(self._acted_in(turns or [each.function], values), each.called)
         found.carried = renamed(carried, each.called)
         found.iterators |= renamed(iterators, each.called)
@@ -316,10 +315,9 @@ class Following:
         carried, iterators = _by_kind(values, self._uncaptured(values, flow.found.carried))
         updated = renamed(flow.found.updated, outside)
         found = Carries(renamed(carried, outside), renamed(iterators, outside), updated)
+        found.attributes = _of_modules(values, carried)
         if not LOOKS_ON.search(helper.function.name):
-            held = ((values.of(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in found.carried)
-        found.attributes |= {(id(owner), name) for owner, name in held if isinstance(owner, torch.nn.Module)}
-        found.environments |= renamed(self._acted_in([helper.function], values), outside)
+            found.environments |= renamed(self._acted_in([helper.function], values), outside)
         for inner in (each for path, each in helper.calls.items() if path in flow.called):
             found.add(self._in_helper(inner, called=outside))
         return found
@@ -354,6 +352,12 @@ class Following:
 def _as_self(outer: str, path: str) -> str:
     """The path by the name that a method has for its own object, which others call `outer`."""
     return f"self{path[len(outer) :]}" if outer and path.startswith((f"{outer}.", f"{outer}[")) else path
+
+
+def _of_modules(values: RunningValues, paths: Iterable[str]) -> set[tuple[int, str]]:
+    """As `Carries.attributes`, of these paths."""
+    parts = [path.rpartition(".") for path in paths]
+    return {(id(held), name) for owner, _, name in parts if isinstance(held := values.of(owner), torch.nn.Module)}
 
 
 def _by_kind(values: RunningValues, carried: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:

@@ -100,7 +100,7 @@ class Data:
 
     @property
     def position(self) -> int:
-        """How many batches of the current pass were given."""
+        """How many batches of the current pass were given. A loop that asks is taken to count on from there."""
         self._counts_on = True
         return 0 if self._left else self._reader.place.taken
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType, MappingProxyType, MethodType
@@ -72,6 +72,7 @@ class Carries:
         objects: as `carried`, objects of which several attributes are carried; `Flow` has those in `carried`.
         environments: as `objects`, environments of libraries that a turn acts in; a `Flow` leaves them out.
         mixed: dicts that hold some of it, and also such things as a model.
+        attributes: names of carried attributes of modules, with the ids of these.
         counts: lines of loops over numbers that begin anew.
         numbered: whether the number of a batch, as counted by ``enumerate``, reaches a step.
         passes: whether a loop begins at the pass that the hook tells, as ``range(snap.epoch, n)`` does.
@@ -86,12 +87,21 @@ class Carries:
     objects: dict[str, int] = field(default_factory=dict)
     environments: dict[str, int] = field(default_factory=dict)
     mixed: set[str] = field(default_factory=set)
+    attributes: set[tuple[int, str]] = field(default_factory=set)
     counts: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
     numbered: bool = False
     passes: bool = False
     skips: bool = False
     is_called: bool = False
+
+    def rename(self, called: Callable[[str], str]) -> None:
+        """Call everything by another name; what has none, as its name is empty, is left out."""
+        for paths in (self.carried, self.objects, self.environments, self.iterators, self.updated):
+            named = renamed(paths, called)
+            paths.clear()
+            paths.update(named)
+        self.mixed = {called(path) for path in self.mixed} - {""}
 
     def add(self, other: Carries) -> None:
         """Add what another function carries. The line that is known already stays."""

@@ -25,6 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
 from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.hidden import keeps_uncaptured
 from holdfast.snapshot.state.libraries import is_environment
 from holdfast.snapshot.state.named import state_named_by
 from holdfast.snapshot.state.walk import (
@@ -110,7 +111,7 @@ class RunningValues:
         """The same, with these values of names."""
         return RunningValues({**self._names, **values})
 
-    def with_those_of(self, helpers: Iterable[Helper]) -> RunningValues:
+    def with_closures_of(self, helpers: Iterable[Helper]) -> RunningValues:
         """The same, with the variables around the functions that are called, as far as these names are free."""
         around = {
             name: value for each in helpers for name in each.free if (value := each.values.of(name)) is not MISSING
@@ -176,7 +177,8 @@ class Named:
         if not self._objects.isdisjoint(map(id, owners)):
             return True
         if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in owners):
-            return True  # attributes there are looked at as they change
+            # What their methods change there is looked at as it changes.
+            return not keeps_uncaptured(owners[-1], path.rpartition(".")[2], value)
         if isinstance(value, int | float) and any(isinstance(each, DataLoader | Dataset | Sampler) for each in owners):
             return True  # a part of the place in the data
         parts = _parts_of(value)
@@ -406,7 +408,7 @@ def _helper(called: Any, owner: str, deepest: int) -> Helper | None:
     known = RunningValues(names)
     within = called_in(function.body) if deepest else []
     calls = {path: each for path in within if (each := helper_of(path, known, deepest - 1)) is not None}
-    known = known.with_those_of(calls.values())
+    known = known.with_closures_of(calls.values())
     return Helper(function, known, owner if itself else "", itself, inner.__code__.co_freevars, calls)
 
 

@@ -273,6 +273,41 @@ def test_what_a_pass_leaves_counts_too() -> None:
     assert not look(TRAIN.replace("(x)", "(x * n)"), after="print(n)", before="n = 0.8").carried
 
 
+class Tempered(nn.Module):
+    """Divides by a number in an attribute, and keeps others in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temp, self.is_sharp, self.drop = 1.0, False, nn.Dropout(0.1)
+
+
+class Saving(Tempered):
+    """The same, with that number in its state."""
+
+    def get_extra_state(self) -> float:
+        return self.temp
+
+
+@pytest.mark.parametrize(
+    ("turn", "after", "named"),
+    [
+        (TRAIN, "model.temp *= 0.5", {"model.temp"}),
+        (TRAIN, "model.temp = 0.5 ** epoch", {"model.temp"}),
+        (TRAIN, "if epoch == 2:\n    model.is_sharp = True", {"model.is_sharp"}),
+        (TRAIN, "model.drop.p *= 0.9", {"model.drop.p"}),
+        ("model.temp = 0.5 ** epoch\n" + TRAIN, "", set()),
+        (TRAIN, "saving.temp *= 0.5", set()),
+        (TRAIN.replace("model(x)", "saving(x)"), "saving.temp *= 0.5", set()),
+    ],
+)
+def test_what_the_script_leaves_in_attributes_of_a_model_counts_too(turn: str, after: str, named: set[str]) -> None:
+    model = Tempered()
+    found = look(turn, after=after, model=model, saving=Saving())
+    assert found.carried.keys() == named
+    tracked = Tracked("temp", lambda: (model.temp, model.is_sharp, model.drop.p), print, None, Change.ANY, late=False)
+    assert not look(turn, after=after, model=model, tracked=tracked).carried
+
+
 TOP = """
 def train(snap, loader, model, optim):
     for epoch in range(snap.epoch, 3):
