@@ -129,7 +129,7 @@ def walk(
 
 def _holds_objects(container: Collection[Any]) -> bool:
     """Whether the first entry is an object or a random generator, and no value."""
-    entries = container.values() if isinstance(container, Mapping) else container
+    entries = container.values() if isinstance(container, dict) else () if isinstance(container, Mapping) else container
     first = next(iter(entries), None)
     return is_generator(first) or _of(type(first)).opened is _attributes
 
@@ -253,7 +253,7 @@ def _opener_of(kind: type) -> Callable[..., Parts] | None:
     if issubclass(kind, type):
         return _class_attributes
     if issubclass(kind, Mapping):
-        return _values
+        return _values if issubclass(kind, dict) else _opener_of_mapping(kind)
     if issubclass(kind, list | tuple | deque):
         return _items
     if issubclass(kind, set | frozenset):
@@ -261,6 +261,13 @@ def _opener_of(kind: type) -> Callable[..., Parts] | None:
     if issubclass(kind, _CODE):
         return parts_of_code
     return _position if kind.__name__.endswith("iterator") and kind.__module__ == "builtins" else _attributes
+
+
+def _opener_of_mapping(kind: type) -> Callable[..., Parts] | None:
+    """A file, such as numpy's, reads a value whenever it is asked for one; so may a class of the user."""
+    if hasattr(kind, "close"):
+        return None
+    return _values if is_installed(package_of(kind.__module__)) else _attributes
 
 
 def _values(value: Mapping[Any, Any]) -> Parts:

@@ -6,7 +6,8 @@ import functools
 import importlib
 import io
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -115,6 +116,33 @@ def test_no_code_of_an_object_runs() -> None:
     assert paths([watched], code=True, longest=1)["[0].plain"] == 1
     digest_of_batch([watched])
     assert watched.ran == []
+
+
+class Lazy(Mapping[str, int]):
+    """Makes each value when it is asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def __getitem__(self, key: str) -> int:
+        self.made.append(key)
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_values_that_are_made_or_read_when_they_are_asked_for_are_not_asked_for(tmp_path: Path) -> None:
+    lazy = Lazy()
+    assert list(paths(lazy)) == ["", ".made"]
+    assert lazy.made == []
+    np.savez(tmp_path / "saved.npz", a=np.zeros(2))
+    with np.load(tmp_path / "saved.npz") as saved:
+        assert list(paths(saved)) == [""]
+    assert paths(UserDict(a=1))["['a']"] == 1
 
 
 def test_what_refers_to_itself_ends_and_shared_objects_are_opened_once() -> None:
