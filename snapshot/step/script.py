@@ -383,9 +383,10 @@ def helper_called(call: Call) -> Helper | None:
 def _unwrapped(called: Any) -> Any:
     """The user's function within what a library's decorator has made of it, such as that of ``torch.no_grad()``."""
     while True:
-        inner = getattr(called, "__dict__", {}).get("__wrapped__")
-        known = getattr(called, "__globals__", {}).get("__name__", "functools")
-        if not isinstance(inner, FunctionType) or not is_installed(package_of(known)):
+        function = called.__func__ if isinstance(called, MethodType) else called
+        inner = inspect.getattr_static(function, "__wrapped__", None)
+        known = function.__globals__ if isinstance(function, FunctionType) else {}
+        if not isinstance(inner, FunctionType) or not is_installed(package_of(known.get("__name__", "functools"))):
             return called
         called = inner
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,6 +256,18 @@ class Moving:
 
     def batch(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.n)
+
+
+class Options(dict[str, Any]):
+    """Answers any question for an attribute, as classes of configurations do."""
+
+    __getattr__ = dict.get
+
+
+@pytest.mark.parametrize("given", [Options(warm=10), FunctionType])
+def test_what_a_call_is_given_may_answer_any_question(given: object) -> None:
+    turn = "loss = model(x).sum() * warmth(n, given)\nloss.backward()\noptim.step()\nn += 1"
+    assert look(turn, given=given).carried.keys() == {"n"}
 
 
 def test_a_variable_with_the_name_of_an_attribute_is_another() -> None:
