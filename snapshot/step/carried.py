@@ -16,7 +16,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -190,6 +190,7 @@ class Following:
         self._hands_on = any(hands_on(each.function, each.values.of) for each in self._running)
         self._called: list[Function] = []  # by these, and looked into on the way
         self._returned: dict[tuple[Function, str], dict[str, int]] = {}  # what calls of functions by name give back
+        self._passed_on: dict[Function, dict[str, int]] = {}  # see `Helper.passes_on`
         # What functions update from what it was, by who holds it, as others may read it: what gives its name, and the
         # line.
         self._kept: dict[tuple[object, str], tuple[Callable[[], str], int]] = {}
@@ -269,6 +270,7 @@ class Following:
         sources = sources_in(turns)
         paths = [*called_in(turns), *sources]
         helpers = {path: helper for path in paths if (helper := helper_of(path, values)) is not None}
+        helpers = {path: replace(one, passes_on=self._passed_on.get(one.function, {})) for path, one in helpers.items()}
         values, returned = values.with_closures_of(helpers.values()), self._returned_to(each.function)
         flow = Flow(each.function, values, self._named, helpers, turns=turns, top=top, returned=returned)
         self._note_kept(flow, values, each.called)
@@ -284,10 +286,14 @@ class Following:
             inner = self._in_helper(helper, called in sources)
             inner.carried = self._uncaptured(values, inner.carried)
             found.add(inner)
+        passed_on = flow.passed_on
         for helper in helpers.values():  # one of its attributes alone would be no state that fits the others
             is_state = helper.owner and helper.function not in self._functions
-            if is_state and any(path.startswith(f"{helper.owner}.") for path in found.carried):
-                found.carried |= self._uncaptured(values, helper.writes(values.of))
+            for carried in (found.carried, passed_on):
+                if is_state and any(path.startswith(f"{helper.owner}.") for path in carried):
+                    carried |= self._uncaptured(values, helper.writes(values.of))
+        passed_on = renamed(passed_on, each.called)
+        self._passed_on[each.function] = {script_path(path): line for path, line in passed_on.items()}
         for owner in {path.rpartition(".")[0] for path in found.carried} - {""}:
             within = [path for path in found.carried if path.startswith(f"{owner}.")]
             if len(within) >= SEVERAL and (held := values.of(owner)) is not MISSING and stands_alone(held):

@@ -140,6 +140,7 @@ class Flow:
     ) -> None:
         self.found = Carries()
         self.called: set[str] = set()  # the paths of calls that no option leaves out
+        self.passed_on: dict[str, int] = {}  # of what its own turns carry, what its result depends on, with lines
         self._function = function
         self._given = {*given}
         self._returned = returned
@@ -213,14 +214,14 @@ class Flow:
                 self._either([*([handler.body for handler in node.handlers]), []])
                 self._block([*node.orelse, *node.finalbody])
             case ast.Match():
-                with_subject = self._expression(node.subject)
-                self._either([case.body for case in node.cases], with_subject)
+                self._either([case.body for case in node.cases], self._expression(node.subject))
             case ast.Break() | ast.Continue():
                 self._jump(isinstance(node, ast.Continue))
             case _:
                 found = [self._expression(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-                if isinstance(node, ast.Return) and self._turns and self._loops:
-                    self._reaches(self._decided)
+                if isinstance(node, ast.Return) and self._turns:
+                    self.passed_on |= self._trace.lines_of(self._decided.union(*found))
+                    self._reaches(self._decided if self._loops else NONE)
                 elif isinstance(node, ast.Return) and self._gives and found:
                     self._reaches(self._decided.union(*found))
 
@@ -237,8 +238,7 @@ class Flow:
             if isinstance(node, ast.While):
                 self._counting |= {node} & {*self._turns}
                 tested = self._expression(node.test)
-                if is_turn:
-                    self._reaches(tested)
+                self._reaches(tested if is_turn else NONE)
             else:
                 self._each_of(node, is_turn)
             self._block(node.body)
@@ -342,9 +342,8 @@ class Flow:
         used = inside.used() - {*helper.arguments}
         own = {each: line for each, line in inside.found.carried.items() if each not in inside._given}
         named = partial(helper.called_in_script, module=self._value_of("__name__"))
-        return self._trace.know(renamed(own, named)).union(
-            *(self._trace.at(helper.called_outside(each)) for each in used)
-        )
+        outside = [self._trace.at(helper.called_outside(each)) for each in used]
+        return self._trace.know(renamed(own, named)).union(*outside)
 
     def _returned_by(self, call: ast.Call | ast.Attribute) -> Mapping[str, int]:
         """What the result of a call, or a property, depends on, by what has run; if its function is followed here, what
@@ -353,7 +352,8 @@ class Flow:
             return self._returned.get((self._function, call.attr), {})
         called = path_of(call.func)
         if (helper := self._helpers.get(called)) is not None:
-            return renamed(self._inside(called, helper, gives=True).found.carried, partial(helper.in_given, call))
+            kept = renamed(self._inside(called, helper, gives=True).found.carried, partial(helper.in_given, call))
+            return {**kept, **helper.passes_on}
         return self._returned.get((self._function, name_of_call(call)), {})
 
     def kept(self) -> dict[str, int]:

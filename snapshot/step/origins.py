@@ -92,6 +92,10 @@ class Trace:
         """Another value is in a path now."""
         self.now[path] = origins
 
+    def lines_of(self, origins: Origins) -> dict[str, int]:
+        """The paths among these origins, with lines."""
+        return {path: self.lines[path] for path in origins & self.lines.keys()}
+
     def know(self, lines: Mapping[str, int]) -> Origins:
         """There are these paths of the script, too."""
         self.lines = {**lines, **self.lines}

@@ -13,7 +13,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -241,6 +241,8 @@ class Helper:
         itself: what the method calls that object; empty if it is none.
         free: its variables that are those of functions around it.
         calls: the helpers that it calls itself, by its own paths.
+        passes_on: if it is running, what its result depends on, of what its turns carry: paths of the script, with
+            lines.
     """
 
     function: ast.FunctionDef | ast.AsyncFunctionDef
@@ -249,6 +251,7 @@ class Helper:
     itself: str
     free: Collection[str]
     calls: Mapping[str, Helper]
+    passes_on: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def arguments(self) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -592,6 +592,41 @@ class Meter:
         self.total += value
         self.count += 1
         tell(self.total / self.count)
+
+
+class Mean:
+    """What many scripts have for the losses of a pass."""
+
+    def __init__(self) -> None:
+        self.now, self.total, self.count = 0.0, 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        self.now = self.total / self.count
+
+
+def summed(snap: InMemorySnapshot, job: Job) -> Generator[None, None, float]:
+    mean, least = Mean(), 0.0
+    for number, x in snap.data([torch.randn(2, 4) for _ in range(3)]).enumerate():
+        loss = job.model(x).sum()
+        loss.backward()
+        yield
+        job.step()
+        mean.update(loss.item())
+        least = min(least, loss.item())
+        print(number, least)
+    return mean.now
+
+
+def with_a_rate_that_follows_a_sum(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.epoch, 2):
+        job.optim.param_groups[0]["lr"] = 0.01 * (yield from summed(snap, job))
+
+
+def with_a_sum_that_is_logged(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    for _ in range(snap.epoch, 2):
+        print((yield from summed(snap, job)))
 
 
 def with_helpers(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
@@ -2008,6 +2043,8 @@ NONE: list[str] = []
         (with_sums_that_are_made_anew, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_sums_that_are_emptied, ["sums (line", 'kept = {"sums": sums}'], ["sums[", "slice("]),
         (with_meters_around_its_data, NONE, NONE),
+        (with_a_rate_that_follows_a_sum, ["mean.now (line", "mean.total (line"], ["number", "least"]),
+        (with_a_sum_that_is_logged, NONE, NONE),
         (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
         (
             lambda snap, job: Scheduled(job).train(snap),
