@@ -234,7 +234,7 @@ class Following:
             is_new = id(owner) in self._made and not name_of(owner)
             return "" if is_new else _name_of(owner) + path[len(root) :]
         if root in held and root in code.co_varnames[: code.co_argcount]:
-            return (name_of(held[root]).partition(".")[2] or root) + path[len(root) :]
+            return (name_of(held[root], for_all=True).partition(".")[2] or root) + path[len(root) :]
         return path
 
     def _name_of_entering(self) -> str:

@@ -43,6 +43,7 @@ from holdfast.snapshot.state.walk import (
     LONGEST,
     is_code,
     is_installed,
+    is_ours,
     is_plain,
     is_users_own,
     package_of,
@@ -110,9 +111,13 @@ def name_of(value: Any, *, for_all: bool = False) -> str:
 
     Args:
         for_all: name an object in a list whose objects are all of one class, such as the phases of a schedule, for all
-            of them, as ``phases[i]``: what is done to one of them now is done to another one later.
+            of them, as ``phases[i]``: what is done to one of them now is done to another one later. And as the function
+            that has the hook would, if that has a name for it: there it can be tracked.
     """
-    for roots in reversed(list(_variables())):
+    frames = list(users_frames())
+    having = [number for number, each in enumerate(frames, 1) if any(map(is_ours, list(each.f_locals.values())))]
+    near = frames[: max(having)] if for_all and having else []
+    for roots in chain(reversed(list(_variables(near))), reversed(list(_variables(frames)))):
         found = list(walk(roots, is_users_own, longest=LONGEST, objects=True, most=MOST))
         if paths := [path for path, each, _ in found if each is value]:
             path = max(paths, key=lambda path: (len(path), path))
@@ -123,10 +128,11 @@ def name_of(value: Any, *, for_all: bool = False) -> str:
     return ""
 
 
-def _variables() -> Iterator[list[tuple[str, Any]]]:
-    """The variables of each of the user's functions that are running, from here outwards, and of their modules."""
+def _variables(frames: Iterable[FrameType] | None = None) -> Iterator[list[tuple[str, Any]]]:
+    """The variables of these of the user's functions, or of all that are running, from here outwards, and of their
+    modules."""
     modules: dict[int, Any] = {}
-    for frame in users_frames():
+    for frame in users_frames() if frames is None else frames:
         if frame.f_locals is not frame.f_globals:
             where = frame.f_code.co_name.strip("<>")
             yield [(f"{where}.{name}", value) for name, value in list(frame.f_locals.items())]

@@ -2195,6 +2195,31 @@ def test_what_an_object_keeps_has_one_name_where_the_hook_is_entered(
     assert f"get=lambda: {name}" in line and "saved" not in line
 
 
+class Heated(Entering):
+    """Has a part that its caller has another name for."""
+
+    def __init__(self, warmth: Warmth) -> None:
+        super().__init__()
+        self.warmth = warmth
+
+    def step(self) -> None:
+        self.warmth.next()
+        (self.model(torch.ones(1)).sum() * self.warmth()).backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+
+@pytest.mark.usefixtures("arena")
+def test_what_is_to_be_tracked_has_the_name_that_it_has_where_the_hook_is_entered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warmth = Warmth()
+    Heated(warmth).enter()
+    (line,) = (each for each in caplog.messages if "carries from turn to turn" in each)
+    assert 'snap.track("warmth/turn", get=lambda: self.warmth.turn, ' in line
+    assert line.count("warmth.turn (line ") == 1
+
+
 @pytest.mark.usefixtures("arena")
 def test_an_environment_that_is_tracked_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     model, room = nn.Linear(1, 1), Room()
