@@ -37,6 +37,7 @@ from holdfast.snapshot.step.script import (
     Helper,
     Named,
     RunningValues,
+    called_of_each,
     enters,
     helper_called,
     helper_of,
@@ -305,6 +306,10 @@ class Following:
         found.environments |= renamed(self._acted_in(turns or [each.function], values), each.called)
         found.carried = renamed(carried, each.called)
         found.iterators |= renamed(iterators, each.called)
+        for helper in (helper_of(path, values) for path in called_of_each(turns, values.of)):
+            if helper is not None:
+                owner = helper.itself and _name_of(helper.values.of(helper.itself))
+                found.add(self._in_helper(replace(helper, owner=owner)))
         return found
 
     def _in_helper(self, helper: Helper, gives: bool = False, called: Callable[[str], str] = str) -> Carries:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -369,6 +370,16 @@ def helper_of(path: str, values: RunningValues, deepest: int = DEEPEST) -> Helpe
         method = inspect.getattr_static(type(called), "__call__")
         called, owner = (MethodType(method, called) if isinstance(method, FunctionType) else MISSING), path
     return _helper(called, owner, deepest)
+
+
+def called_of_each(nodes: Iterable[ast.AST], value_of: Callable[[str], Any]) -> Iterator[str]:
+    """The paths that loops which have not run yet call of each member of a list, as of callbacks after a pass."""
+    for each in chain.from_iterable(map(ast.walk, nodes)):
+        if isinstance(each, ast.For) and isinstance(each.target, ast.Name) and value_of(each.target.id) is MISSING:
+            members = value_of(over := path_of(each.iter))
+            called = [path for path in called_in(each.body) if root_of(path) == each.target.id]
+            for number in range(len(members)) if isinstance(members, list | tuple) else ():
+                yield from (f"{over}[{number}]{path[len(each.target.id) :]}" for path in called)
 
 
 def helper_called(call: Call) -> Helper | None:

@@ -624,6 +624,33 @@ def with_a_rate_that_follows_a_sum(snap: InMemorySnapshot, job: Job) -> Iterator
         job.optim.param_groups[0]["lr"] = 0.01 * (yield from summed(snap, job))
 
 
+class Restarting:
+    """Makes steps smaller after bad passes, and counts all of them."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.bad, self.seen = job, 0, 0
+
+    def on_pass(self, loss: float) -> None:
+        self.seen += 1
+        self.bad = self.bad + 1 if loss > 0 else 0
+        if self.bad > 1:
+            self.job.optim.param_groups[0]["lr"] *= 0.5
+        print(self.seen)
+
+
+def with_callbacks_after_a_pass(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
+    restarting, other = Restarting(job), Restarting(job)
+    callbacks: list[Callable[[float], None]] = [restarting.on_pass, print]
+    objects = (other, Meter())
+    for _ in range(snap.epoch, 2):
+        mean = yield from summed(snap, job)
+        for callback in callbacks:
+            callback(mean)
+        for each in objects:
+            if isinstance(each, Restarting):
+                each.on_pass(mean)
+
+
 def with_a_sum_that_is_logged(snap: InMemorySnapshot, job: Job) -> Iterator[None]:
     for _ in range(snap.epoch, 2):
         print((yield from summed(snap, job)))
@@ -2045,6 +2072,7 @@ NONE: list[str] = []
         (with_meters_around_its_data, NONE, NONE),
         (with_a_rate_that_follows_a_sum, ["mean.now (line", "mean.total (line"], ["number", "least"]),
         (with_a_sum_that_is_logged, NONE, NONE),
+        (with_callbacks_after_a_pass, ["restarting.bad (line", "objects[0].bad (line"], ["seen", "number"]),
         (with_helpers_of_helpers, ["training.penalty.share (line"], NONE),
         (
             lambda snap, job: Scheduled(job).train(snap),
