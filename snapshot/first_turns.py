@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from threading import get_ident
 from typing import NamedTuple
 
@@ -214,18 +215,18 @@ class FirstTurns:
         self._changing: ChangingVariables | None = None
         self._carried: CarriedVariables | None = None
 
-    def look(self, engine: CopyEngine) -> None:
+    def look(self, engine: CopyEngine, arena: Path) -> None:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
-        the hook for its step: call it once the hook knows its session."""
+        the hook for its step: call it once the hook knows its session. `arena` is that of its job."""
         restored, adapter = self._restored, self._adapter
         if self._checks.reading:
-            if get_ident() in [*entered.values()]:
+            if get_ident() in (thread for thread, _ in [*entered.values()]):
                 log.warning(TOGETHER)
             self._changing, self._carried = ChangingVariables(), CarriedVariables()
             self._variables.look(self._known_generators())
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
-        entered[adapter] = get_ident()
+        entered[adapter] = get_ident(), arena
         named = (each for module in adapter.modules() for each in module.named_modules())
         if scripted := [name or "the model" for name, each in named if isinstance(each, torch.jit.ScriptModule)]:
             log.warning(SCRIPTED, some(scripted))

@@ -36,7 +36,7 @@ from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.blocks import describe, warn_of_order
+from holdfast.snapshot.resume.blocks import check_left, describe, warn_of_order
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
@@ -278,6 +278,8 @@ class SnapshotHook:
         for piece in registered(self._roots()):
             self._adapter.track(piece)
         options, arena = self._options, self._options.job_arena
+        if self.checks.reading:
+            check_left(arena)
         self._block = options.block or self.blocks.get(arena, 1)
         # The trainings after the first one begin from nothing by design.
         require = options.require if arena not in self.blocks else 0
@@ -286,7 +288,7 @@ class SnapshotHook:
         if options.block is None and self._entered.rank.agreement.rank == 0:
             warn_of_order(self._block)
         try:
-            self._entered.first.look(self._entered.rank.engine)
+            self._entered.first.look(self._entered.rank.engine, arena)
         except BaseException as error:  # of a user's getter: nobody calls `__exit__` then
             self.leave(error)
             raise

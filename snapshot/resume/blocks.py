@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from threading import get_ident
 
 import torch
 
@@ -19,7 +21,7 @@ from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.starts import ScriptBlock
 from holdfast.snapshot.resume.comparison import refuse
-from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.adapter import Adapter, entered
 from holdfast.snapshot.state.live import Tree
 
 BLOCK = "block"
@@ -28,6 +30,21 @@ BLOCK = "block"
 log = get_log(__name__)
 
 APART = "or give each training of the script a job= of its own"
+
+
+def check_left(arena: Path) -> None:
+    """Check that this thread is in no block of the job of `arena`: another one would restore what that holds, and then
+    write in its place.
+
+    Raises:
+        ConfigError: it is in one; nothing was changed anywhere.
+    """
+    if (get_ident(), arena) in [*entered.values()]:
+        raise ConfigError(
+            "a hook of this job is entered already, and another one would restore what that one holds, and end its "
+            "snapshots: if one loop trains what both are given, give it all to one hook, "
+            "InMemorySnapshot([model, other], [optim, other_optim]); otherwise give the other one a job= of its own"
+        )
 
 
 def warn_of_order(number: int) -> None:
@@ -85,10 +102,10 @@ def _read(loop: Tree) -> ScriptBlock:
     return from_plain(ScriptBlock, loop[BLOCK], "the block of a snapshot")
 
 
-def _check_number(where: str, held: ScriptBlock, entered: ScriptBlock) -> None:
-    if held.number != entered.number:
+def _check_number(where: str, held: ScriptBlock, given: ScriptBlock) -> None:
+    if held.number != given.number:
         raise ConfigError(
-            f"{where} the state of {held}, and {entered} is entered: it would go on with another training's state. "
+            f"{where} the state of {held}, and {given} is entered: it would go on with another training's state. "
             f"Skip what is finished, and enter the other with block={held.number}; or, if that one is over although "
             "its loop was left early, say snap.finish() in it (`holdfast gc --older-than 0s` frees what it left); "
             f"{APART}. What is held stays as it is"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,10 +31,10 @@ from holdfast.snapshot.state.worker_states import copy_worker_states
 
 log = get_log(__name__)
 
-entered: dict[Adapter, int] = {}
-"""The adapters of the hooks that this process has entered, with the thread that entered each: what one of them
-captures, no other one misses. Ranks may be threads, each of which adds and removes its own at any time: iterate over a
-copy."""
+entered: dict[Adapter, tuple[int, Path]] = {}
+"""The adapters of the hooks that this process has entered, with the thread that entered each, and the arena of its job:
+what one of them captures, no other one misses. Ranks may be threads, each of which adds and removes its own at any
+time: iterate over a copy."""
 
 OWNER = "the model and the optimizers"
 """Who keeps the generators of `Adapter.generators`, as errors name it."""

@@ -149,6 +149,23 @@ def test_a_block_that_is_said_to_be_over_is_followed_by_the_next(arena: Path) ->
     assert enter()[0] == 0
 
 
+def test_a_second_hook_of_a_job_is_refused_while_one_is_entered(arena: Path) -> None:
+    """It would restore what the first one holds, whose snapshots then end. In a job of its own it may be entered."""
+    net = Net()
+    optim = torch.optim.Adam(net.parameters())
+    with InMemorySnapshot(net, optim, strict=True) as snap:
+        for step in snap.steps(4):
+            if step == 2:
+                assert snap.drain(60)
+                with pytest.raises(ConfigError, match=r"one hook, .*job="):
+                    enter()
+                assert enter(job="other")[0] == 0
+            optim.zero_grad()
+            net(torch.randn(2, 4)).sum().backward()
+            optim.step()
+    assert enter()[0] == 0
+
+
 def test_another_model_whose_tensors_fit_is_refused_by_name(
     arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
