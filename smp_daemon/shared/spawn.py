@@ -176,11 +176,13 @@ def launch(command: Sequence[str], deadline_s: float, processes: Processes = MAC
         output, errors = processes.run(command, deadline_s)
     except TimeoutError as error:
         raise DeadlineExceeded(f"the SMP did not start within {deadline_s:.0f} s") from error
-    except OSError as error:
+    except PermissionError as error:
         raise ConfigError(
             f"user {os.getuid()} cannot start an SMP, as it may not run {command[0]}: {error.strerror}. Install "
             "holdfast where that user may read it, or start the SMP by other means"
         ) from error
+    except OSError as error:
+        raise SmpUnavailable(f"no SMP can be started: {command[0]}: {error.strerror}") from error
     return parse_report(output, errors)
 
 

@@ -40,7 +40,7 @@ from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.priority import let_waker_go_on
 from holdfast.smp_daemon.shared.processes import await_end
 from holdfast.smp_daemon.shared.records import write_json
-from holdfast.smp_daemon.shared.spawn import parse_report, smp_options, start_smp
+from holdfast.smp_daemon.shared.spawn import launch, parse_report, smp_options, start_smp
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import call, connect
 from holdfast.smp_daemon.shared.versions import spoken
@@ -438,6 +438,14 @@ class TestTheReport:
     def test_of_an_unknown_error_is_still_one_of_ours(self) -> None:
         with pytest.raises(HoldfastError, match="too new"):
             parse_report('{"error": "NeverHeardOf", "message": "too new for us"}')
+
+    def test_of_a_command_that_cannot_be_run_blames_access_only_for_what_may_not_be_read(self, tmp_path: Path) -> None:
+        """Other reasons, such as a limit on open files, pass without another installation."""
+        (tmp_path / "python").touch(mode=0o600)
+        with pytest.raises(ConfigError, match=r"may not run .*Install"):
+            launch([str(tmp_path / "python")], 10.0)
+        with pytest.raises(SmpUnavailable, match=r"No such file or directory$"):
+            launch([str(tmp_path / "missing")], 10.0)
 
     @pytest.mark.parametrize("error", ["OSError(24, 'Too many open files')", "KeyError('Too many open files')"])
     def test_of_a_start_that_fails_unexpectedly_says_why(self, tmp_path: Path, error: str) -> None:
