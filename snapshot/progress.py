@@ -36,13 +36,13 @@ class Statistics:
     skipped: int = 0
     stall_s: float = 0.0
     interval: int = 1
-    rule: IntervalRule | None = None
-    _before: Spent = field(default_factory=Spent)  # until the hook was entered
-    _own: Callable[[], Own] = lambda: UNKNOWN
-    _steps: int = 0
-    _ended_s: float = 0.0  # when the last step ended
-    _stalled_s: float = 0.0  # `stall_s` when the hook was entered, which may be for the second time
-    _stalled_until_s: float = 0.0  # `stall_s` when the last step ended
+    rule: IntervalRule | None = field(default=None, repr=False)
+    _before: Spent = field(default_factory=Spent, repr=False)  # until the hook was entered
+    _own: Callable[[], Own] = field(default=lambda: UNKNOWN, repr=False)
+    _steps: int = field(default=0, repr=False)
+    _ended_s: float = field(default=0.0, repr=False)  # when the last step ended
+    _stalled_s: float = field(default=0.0, repr=False)  # `stall_s` when the hook was entered, maybe once more
+    _stalled_until_s: float = field(default=0.0, repr=False)  # `stall_s` when the last step ended
 
     @property
     def overhead(self) -> float | None:

@@ -49,10 +49,10 @@ class Trained:
 
     def is_set(self, target: ast.Attribute | ast.Subscript) -> bool:
         """Whether an assignment to it changes what is trained."""
+        if self.has_part(target.value):
+            return True  # whatever another variable of that name is now
         changed = self._value_of(path_of(target.value))
-        if changed is not MISSING:
-            return trains(changed)
-        return path_of(target).endswith(("['lr']", ".grad")) or self.has_part(target.value)
+        return path_of(target).endswith(("['lr']", ".grad")) if changed is MISSING else trains(changed)
 
     def loop(self, target: ast.expr, over: ast.expr) -> None:
         """A loop begins, which may be one over parts of what is trained."""

@@ -125,6 +125,7 @@ TRAIN = "loss = model(x).sum()\noptim.zero_grad()\nloss.backward()\noptim.step()
         ("loss = model(x).sum() * min(1, n / 10)\nloss.backward()\noptim.step()\nn += 1", {"n"}),
         (TRAIN.replace("model(x)", "model(x / n)") + "n = max(0.5, n * 0.9)", {"n"}),
         ("for group in optim.param_groups:\n    group['lr'] = 0.1 / (1 + n)\n" + TRAIN + "n += 1", {"n"}),
+        ("for warmth in optim.param_groups:\n    warmth['lr'] = 0.1 / (1 + n)\n" + TRAIN + "n += 1", {"n"}),
         ("rate = 0.1 / (1 + n)\noptim.param_groups[0]['lr'] = rate\n" + TRAIN + "n += 1", {"n"}),
         ("out, n = model(x, n)\nout.sum().backward()\noptim.step()\nn = n.detach()", {"n"}),
         (TRAIN + "n += 1\nif n > 100:\n    break", {"n"}),
