@@ -306,8 +306,7 @@ class Flow:
         if isinstance(target, ast.Name):
             self._trace.forget_parts(path)
         elif isinstance(target, ast.Attribute | ast.Subscript):
-            if self._trained.is_set(target):
-                self._reaches(origins)
+            self._reaches(self._trained.set_from(target, origins))
             if not path:
                 origins |= self._expression(target.slice) if isinstance(target, ast.Subscript) else NONE
                 path = innermost_path(target)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.snapshot.state.walk import package_of
+from holdfast.snapshot.step.origins import NONE, Origins
 from holdfast.snapshot.step.script import MISSING, Helper, RunningValues
 from holdfast.snapshot.step.syntax import innermost_path, name_of_call, path_of, root_of
 
@@ -47,12 +48,16 @@ class Trained:
         """Whether it is a variable of a loop over what is trained, or is read from one."""
         return isinstance(node, ast.expr) and root_of(innermost_path(node)) in self._parts
 
-    def is_set(self, target: ast.Attribute | ast.Subscript) -> bool:
-        """Whether an assignment to it changes what is trained."""
+    def set_from(self, target: ast.Attribute | ast.Subscript, origins: Origins) -> Origins:
+        """Which of these origins of a value that is assigned to it reach what is trained by that. What a method of a
+        module leaves there for itself does if the module returns what depends on it, which is followed."""
         if self.has_part(target.value):
-            return True  # whatever another variable of that name is now
-        changed = self._value_of(path_of(target.value))
-        return path_of(target).endswith(("['lr']", ".grad")) if changed is MISSING else trains(changed)
+            return origins  # whatever another variable of that name is now
+        changed, itself = self._value_of(path_of(target.value)), self._value_of("self")
+        if changed is MISSING:
+            return origins if path_of(target).endswith(("['lr']", ".grad")) else NONE
+        own = frozenset(each for each in origins if changed is itself and root_of(each) == "self")
+        return origins - own if trains(changed) else NONE
 
     def loop(self, target: ast.expr, over: ast.expr) -> None:
         """A loop begins, which may be one over parts of what is trained."""

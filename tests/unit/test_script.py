@@ -425,7 +425,8 @@ def test_the_rate_of_a_loss_that_steps_change_is_named_once(caplog: pytest.LogCa
     def after() -> None:
         smooth.label_smoothing *= 0.9
 
-    said = "".join(said_of(job.hook(), job, after, caplog))
+    said_of(job.hook(), job, after, caplog)
+    said = "".join(warnings_of(caplog))
     assert said.count('snap.track("smooth/label_smoothing", get=lambda: smooth.label_smoothing') == 1
     assert isinstance(fixed, torch.nn.Module) and "fixed" not in said
 
