@@ -21,6 +21,7 @@ from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
+from holdfast.snapshot.step.shuffled import Shuffled
 from holdfast.snapshot.step.source import (
     Indices,
     OwnNumbers,
@@ -118,6 +119,7 @@ class Reader:
         self._batch_digest = ""
         self._first_batch = ""  # its digest, when it was read before
         self._indices: Indices | None = None
+        self._shuffled: Shuffled | None = None  # until the first batch of the first pass was read
         self._numbers = OwnNumbers(source)
         self.source = source
 
@@ -149,6 +151,8 @@ class Reader:
         place.own_start = rng.states(self.generators)
         if self._exact and not place.epoch:
             self._first_batch = first_batch(self._source)
+            if not self._meaning.told:
+                self._shuffled = Shuffled(self._source, self._name)
         self._numbers.look(self._source)
         place.counted_start = self._numbers.changed()
         iterator, self._indices = open_pass(self._source, place.epoch)
@@ -187,6 +191,9 @@ class Reader:
 
     def take(self) -> None:
         """The batch just read was given."""
+        if self._shuffled is not None:
+            self._shuffled.look()
+            self._shuffled = None
         place = self.place
         place.taken += 1
         place.last = self._batch_digest

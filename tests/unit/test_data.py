@@ -498,6 +498,55 @@ def test_a_sampler_that_counts_its_passes_goes_on_counting(workers: int) -> None
     check(over(lambda: make(sampler=CountsItsPasses(10))), *([] if workers == 0 else [4, 7]))
 
 
+class ShufflesItsOwn(Sampler[list[int]]):
+    """Gives batches in an order that `shuffle` makes of what it keeps, or of a copy."""
+
+    def __init__(self, shuffle: Callable[[ShufflesItsOwn], list[int]]) -> None:
+        self.shuffle, self.order, self.array, self.parts = shuffle, list(range(8)), np.arange(8), {"a": list(range(8))}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([number] for number in self.shuffle(self))
+
+
+def in_place(order: list[int]) -> list[int]:
+    random.shuffle(order)
+    return order
+
+
+def array_in_place(sampler: ShufflesItsOwn) -> list[int]:
+    np.random.shuffle(sampler.array)
+    return list(map(int, sampler.array))
+
+
+def made_anew(sampler: ShufflesItsOwn) -> list[int]:
+    sampler.order = in_place(list(range(8)))
+    return sampler.order
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "named"),
+    [
+        (lambda sampler: in_place(sampler.order), "batch_sampler.order"),
+        (lambda sampler: in_place(sampler.parts["a"]), "batch_sampler.parts['a']"),
+        (array_in_place, "batch_sampler.array"),
+        (lambda sampler: in_place(sampler.order.copy()), ""),
+        (made_anew, ""),
+    ],
+)
+def test_what_a_pass_shuffles_in_place_is_named_as_it_begins(
+    shuffle: Callable[[ShufflesItsOwn], list[int]], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    loader = DataLoader(table(), batch_sampler=ShufflesItsOwn(shuffle))
+    batches = iter(Data(loader, "data", None, lambda: None, lambda: None))
+    next(batches)
+    said = [line.getMessage() for line in caplog.records if "in place" in line.getMessage()]
+    assert len(said) == bool(named) and all(named in line for line in said)
+    next(batches)
+    assert len([line for line in caplog.records if "in place" in line.getMessage()]) == bool(named)
+
+
 class TellsThePass:
     """A library's wrapper of a loader, as Lightning Fabric's, that counts passes for a distributed sampler."""
 
