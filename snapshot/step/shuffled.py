@@ -30,7 +30,7 @@ class Shuffled:
 
     def __init__(self, source: Any, name: str) -> None:
         self._name = name
-        self._before = [(path, value, value.copy()) for path, value in _ordered_in(source)]
+        self._before = [(path, value, _copied(value)) for path, value in _ordered_in(source)]
 
     def look(self) -> None:
         """Warn of those that are in another order now."""
@@ -43,6 +43,11 @@ def _ordered_in(source: Any) -> Iterator[tuple[str, Any]]:
         is_row = isinstance(value, np.ndarray) and value.ndim == 1 and not value.dtype.hasobject
         if (is_row or isinstance(value, list)) and len(value) <= MOST:
             yield path, value
+
+
+def _copied(value: Any) -> Any:
+    """By no method of a class of the user's own."""
+    return list.copy(value) if isinstance(value, list) else np.ndarray.copy(value)
 
 
 def _is_shuffled(before: Any, now: Any) -> bool:
