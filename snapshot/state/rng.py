@@ -20,7 +20,7 @@ import torch
 
 from holdfast.smp_daemon.shared.errors import StateMismatch
 from holdfast.snapshot.copy.cuda_runtime import uses_cuda
-from holdfast.snapshot.state.walk import CLOSED, LONGEST, home_of, is_captured_as_such, is_generator, walk
+from holdfast.snapshot.state.walk import CLOSED, LONGEST, MOST, home_of, is_captured_as_such, is_generator, walk
 
 BLOCK = 624
 """A Mersenne twister makes so many numbers at a time."""
@@ -151,7 +151,7 @@ def numbers_between(before: bytes, after: bytes) -> int | None:
 
 def find(root: Any) -> dict[str, Any]:
     """The generators that can be reached from a data source, by path, without the global ones."""
-    found = owned([("", root)], _may_lead_to_some, skipped=_WORKERS, longest=LONGEST, objects=True)
+    found = owned([("", root)], _may_lead_to_some, skipped=_WORKERS, longest=LONGEST, objects=MOST)
     return {path.removeprefix(".") or "itself": generator for path, generator in found.items()}
 
 

@@ -78,7 +78,7 @@ def walk(
     code: bool = False,
     skipped: Collection[str] = (),
     longest: int | None = None,
-    objects: bool = False,
+    objects: int = 0,
     thinned: int | None = None,
     deepest: int = DEEPEST,
     most: int = MOST,
@@ -93,7 +93,8 @@ def walk(
             are.
         skipped: names of attributes that are not followed.
         longest: containers with more entries are not opened: they are data.
-        objects: open those that hold objects all the same, as a list of environments does, when nothing else is left.
+        objects: how many entries are followed of those that hold generators, or objects to open, as a list of
+            environments does. They come when nothing else is left.
         thinned: of longer lists and tuples only about as many entries are followed, spread evenly: a sample will do.
     """
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
@@ -116,9 +117,9 @@ def walk(
             parts = opened(value)
         else:
             is_long = longest is not None and opened is not _position and len(value) > longest
-            if is_long and not (objects and _holds_objects(value)):
+            if is_long and not (objects and _holds_objects(value, into)):
                 continue
-            parts = islice(opened(value), most) if is_long else opened(value)
+            parts = islice(opened(value), objects) if is_long else opened(value)
             if thinned is not None and opened is _items and len(value) > thinned:
                 parts = islice(parts, 0, None, len(value) // thinned)
         most -= 1
@@ -127,11 +128,11 @@ def walk(
         (last if is_long else todo).extend([(path + name, part, value, depth + 1) for name, part in parts])
 
 
-def _holds_objects(container: Collection[Any]) -> bool:
-    """Whether the first entry is an object or a random generator, and no value."""
+def _holds_objects(container: Collection[Any], into: Callable[[Any], bool]) -> bool:
+    """Whether the first entry is a random generator, or an object to open."""
     entries = container.values() if isinstance(container, dict) else () if isinstance(container, Mapping) else container
     first = next(iter(entries), None)
-    return is_generator(first) or _of(type(first)).opened is _attributes
+    return is_generator(first) or (_of(type(first)).opened is _attributes and into(first))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

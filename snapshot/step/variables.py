@@ -96,12 +96,12 @@ def generators_in_variables(but: Collection[int]) -> dict[str, Any]:
     Args:
         but: ids of generators that are somebody else's.
     """
-    return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, objects=True, most=MOST)
+    return rng.owned(chain.from_iterable(_variables()), _may_draw, but, longest=LONGEST, objects=MOST, most=MOST)
 
 
 def objects_in_variables() -> Iterator[Any]:
     """What the script's variables lead to, of its own classes."""
-    found = walk(chain.from_iterable(_variables()), is_users_own, longest=LONGEST, objects=True, most=MOST)
+    found = walk(chain.from_iterable(_variables()), is_users_own, longest=LONGEST, objects=LONGEST, most=MOST)
     return (value for _, value, _ in found if is_users_own(value) and not is_code(value))
 
 
@@ -118,7 +118,7 @@ def name_of(value: Any, *, for_all: bool = False) -> str:
     having = [number for number, each in enumerate(frames, 1) if any(map(is_ours, list(each.f_locals.values())))]
     near = frames[: max(having)] if for_all and having else []
     for roots in chain(reversed(list(_variables(near))), reversed(list(_variables(frames)))):
-        found = list(walk(roots, is_users_own, longest=LONGEST, objects=True, most=MOST))
+        found = list(walk(roots, is_users_own, longest=LONGEST, objects=LONGEST, most=MOST))
         if paths := [path for path, each, _ in found if each is value]:
             path = max(paths, key=lambda path: (len(path), path))
             entry = re.match(r"(.*)\[\d+\]", path) if for_all else None
@@ -182,7 +182,7 @@ class ChangingVariables:
         def is_opened(value: Any) -> bool:
             return id(value) not in known and _may_change(value)
 
-        found = list(walk(chain.from_iterable(_variables()), is_opened, longest=LONGEST, objects=True, most=MOST))
+        found = list(walk(chain.from_iterable(_variables()), is_opened, longest=LONGEST, objects=LONGEST, most=MOST))
         owned = ((id(value), kept_by_library(path, value)) for path, value, _ in found if id(value) not in known)
         kept_by = {owner: inner for owner, inner in owned if inner}
         found += chain.from_iterable(kept_by.values())

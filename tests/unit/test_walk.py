@@ -166,10 +166,11 @@ def test_limits_cut_off_what_is_far() -> None:
 
 def test_a_long_container_of_objects_comes_last() -> None:
     objects, values = [Slotted(number) for number in range(4)], [0] * 4
-    found = list(paths([objects, values, [[5]]], longest=3, objects=True))
+    found = list(paths([objects, values, [[5]]], longest=3, objects=4))
     assert found[:6] == ["", "[0]", "[1]", "[2]", "[2][0]", "[2][0][0]"]
     assert found[6:8] == ["[0][0]", "[0][0].kept"] and len(found) == 14
     assert list(paths([objects], longest=3)) == ["", "[0]"]
+    assert list(paths([objects], longest=3, objects=1)) == ["", "[0]", "[0][0]", "[0][0].kept"]
 
 
 def test_functions_are_followed_where_code_counts() -> None:
