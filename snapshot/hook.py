@@ -36,7 +36,7 @@ from holdfast.snapshot.progress import Statistics
 from holdfast.snapshot.protecting import Protecting
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.arrange import coordinate_key
-from holdfast.snapshot.resume.blocks import check_left, describe, warn_of_order
+from holdfast.snapshot.resume.blocks import check_not_entered, describe, warn_of_order
 from holdfast.snapshot.resume.restore import Restored, restore
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.adapter import Adapter
@@ -278,8 +278,8 @@ class SnapshotHook:
         for piece in registered(self._roots()):
             self._adapter.track(piece)
         options, arena = self._options, self._options.job_arena
-        if self.checks.reading:
-            check_left(arena)
+        if self.checks.reading:  # a thread that plays several ranks enters one hook for each
+            check_not_entered(arena)
         self._block = options.block or self.blocks.get(arena, 1)
         # The trainings after the first one begin from nothing by design.
         require = options.require if arena not in self.blocks else 0

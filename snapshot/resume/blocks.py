@@ -32,7 +32,7 @@ log = get_log(__name__)
 APART = "or give each training of the script a job= of its own"
 
 
-def check_left(arena: Path) -> None:
+def check_not_entered(arena: Path) -> None:
     """Check that this thread is in no block of the job of `arena`: another one would restore what that holds, and then
     write in its place.
 

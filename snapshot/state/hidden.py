@@ -218,7 +218,7 @@ def switches(roots: Iterable[tuple[str, Any]], named: Iterable[Any]) -> dict[str
     layer does that begins with what the first batch is. `roots`, `named`: as for `generators`."""
     state = state_named_by(named)
     own = (each for each in _unnamed(roots, state) if not is_installed(package_of(type(each[1]).__module__)))
-    found = ((owner, each) for name, owner in own if not has_extra_state(owner) for each in _attributes(name, owner))
+    found = ((owner, each) for name, owner in own if not _has_extra_state(owner) for each in _attributes(name, owner))
     return {path: value for owner, (path, value) in found if isinstance(value, bool) and not state.has(owner, path)}
 
 
@@ -229,7 +229,7 @@ def _compared(
         found = [each for each in _attributes(name, owner) if not state.has(owner, each[0])]
         if type(owner).__module__.startswith(WITH_TABLES):
             yield from (each for each in found if each[0].endswith(OF_COMM_HOOKS) or trains_beside_optimizers(each[1]))
-        elif not has_extra_state(owner):
+        elif not _has_extra_state(owner):
             has_numbers = id(owner) in captured
             yield from (each for each in found if not (has_numbers and is_captured_number(each[1])))
     for name, owner in _unnamed(roots, state):  # last, as they are many
@@ -293,12 +293,12 @@ def is_tensor_or_array(value: Any) -> bool:
 
 
 def keeps_uncaptured(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute of a module is a plain value that nobody has named, and so is not captured."""
+    """Whether an attribute of a module is a plain value, which is captured only if somebody names it."""
     is_plain_value = isinstance(owner, torch.nn.Module) and isinstance(value, bool | int | float | str)
-    return is_plain_value and name not in KNOWN and not has_extra_state(owner)
+    return is_plain_value and name not in KNOWN and not _has_extra_state(owner)
 
 
-def has_extra_state(owner: Any) -> bool:
+def _has_extra_state(owner: Any) -> bool:
     return getattr(type(owner), "get_extra_state", None) not in (None, torch.nn.Module.get_extra_state)
 
 

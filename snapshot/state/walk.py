@@ -130,8 +130,9 @@ def walk(
 
 def _holds_objects(container: Collection[Any], into: Callable[[Any], bool]) -> bool:
     """Whether the first entry is a random generator, or an object to open."""
-    entries = container.values() if isinstance(container, dict) else () if isinstance(container, Mapping) else container
-    first = next(iter(entries), None)
+    if isinstance(container, Mapping) and not isinstance(container, dict):
+        return False  # it may make, or read, what it is asked for
+    first = next(iter(container.values() if isinstance(container, dict) else container), None)
     return is_generator(first) or (_of(type(first)).opened is _attributes and into(first))
 
 

@@ -80,7 +80,7 @@ class Calls:
         """Returns what was noted. Another thread than that which began ends it when it calls something."""
         self._is_over = True
         if not self._left:
-            log.info("more was called in a step than is followed: what called functions carry may not all be named")
+            log.info("a step calls too many functions to follow them all: what some of them keep may not be named")
         return list(self._found.values())
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:

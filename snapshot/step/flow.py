@@ -221,7 +221,8 @@ class Flow:
                 found = [self._expression(each) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
                 if isinstance(node, ast.Return) and self._turns:
                     self.passed_on |= self._trace.lines_of(self._decided.union(*found))
-                    self._reaches(self._decided if self._loops else NONE)
+                    if self._loops:
+                        self._reaches(self._decided)
                 elif isinstance(node, ast.Return) and self._gives and found:
                     self._reaches(self._decided.union(*found))
 
@@ -238,7 +239,8 @@ class Flow:
             if isinstance(node, ast.While):
                 self._counting |= {node} & {*self._turns}
                 tested = self._expression(node.test)
-                self._reaches(tested if is_turn else NONE)
+                if is_turn:
+                    self._reaches(tested)
             else:
                 self._each_of(node, is_turn)
             self._block(node.body)
