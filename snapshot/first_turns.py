@@ -22,17 +22,18 @@ from holdfast.snapshot.progress import RankProgress
 from holdfast.snapshot.rehearsal import Rehearsal
 from holdfast.snapshot.resume.comparison import Resumed, refuse
 from holdfast.snapshot.resume.restore import Restored
+from holdfast.snapshot.script.carried import CarriedVariables, lines_for, lines_for_iterators
+from holdfast.snapshot.script.flow import Carries
+from holdfast.snapshot.script.iterators import Iterators
+from holdfast.snapshot.script.syntax import shown
+from holdfast.snapshot.script.variables import ChangingVariables, Variables, feeding
 from holdfast.snapshot.state.adapter import Adapter, entered
 from holdfast.snapshot.state.inputs import Inputs
 from holdfast.snapshot.state.live import Tree
-from holdfast.snapshot.step.carried import CarriedVariables, lines_for, lines_for_iterators
-from holdfast.snapshot.step.flow import Carries
 from holdfast.snapshot.step.gradients import STEPS_NOTED, Ahead, Forgotten, holding
 from holdfast.snapshot.step.position import Position
-from holdfast.snapshot.step.syntax import shown
 from holdfast.snapshot.step.turns import FIRST_TURNS, Event
 from holdfast.snapshot.step.unstepped import Unstepped
-from holdfast.snapshot.step.variables import ChangingVariables, Iterators, Variables, feeding
 
 AMOUNTS = (
     "%d numbers were drawn from torch's random generator before the first step, and %d before the next. If something "

@@ -3,18 +3,14 @@
 __all__ = [
     "boundary",
     "capture",
-    "carried",
     "copier",
     "data",
-    "flow",
     "gradients",
     "ledger",
     "orders",
     "own_time",
     "position",
     "source",
-    "syntax",
     "turns",
     "unstepped",
-    "variables",
 ]

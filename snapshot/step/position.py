@@ -97,7 +97,7 @@ class Position:
         """A source has no more batches. Others that are read beside it, as by ``zip``, need not reach their end.
 
         ``enumerate(snap.data(loader))`` begins at 0 again when a restart goes on in the middle of a pass, so a step at
-        every fourth batch would be another one. `snapshot.step.carried` finds that in the source of the script; where
+        every fourth batch would be another one. `snapshot.script.carried` finds that in the source of the script; where
         there is none, a pass that ends otherwise than before tells.
 
         Args:

@@ -17,11 +17,12 @@ from typing import Any
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.script.iterators import unwatched
+from holdfast.snapshot.script.shuffled import Shuffled
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of, digest_of_batch
 from holdfast.snapshot.state.live import Tree
 from holdfast.snapshot.state.values import packed, unpacked
-from holdfast.snapshot.step.shuffled import Shuffled
 from holdfast.snapshot.step.source import (
     Indices,
     OwnNumbers,
@@ -36,7 +37,6 @@ from holdfast.snapshot.step.source import (
     open_pass,
     told,
 )
-from holdfast.snapshot.step.variables import unwatched
 
 REPEATS = (
     "data %r begins with another batch when it is read a second time, so no restart could go on in it: let what its "

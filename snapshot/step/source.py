@@ -20,11 +20,11 @@ from torch.utils import data as torch_data
 
 from holdfast.smp_daemon.shared.errors import ConfigError, StateMismatch
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.script.iterators import for_a_later_pass, unwatched
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.digests import digest_of_batch
 from holdfast.snapshot.state.live import Stateful, Tree
 from holdfast.snapshot.state.walk import LONGEST, is_users_own, walk
-from holdfast.snapshot.step.variables import for_a_later_pass, unwatched
 
 log = get_log(__name__)
 

@@ -16,10 +16,10 @@ from holdfast.snapshot.copy.witness import Witness
 from holdfast.snapshot.first_turns import FirstTurns
 from holdfast.snapshot.rehearsal import Rehearsal
 from holdfast.snapshot.resume.comparison import Resumed
+from holdfast.snapshot.script.carried import CarriedVariables
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.optimizers import OptimizerState
 from holdfast.snapshot.step.boundary import Boundary
-from holdfast.snapshot.step.carried import CarriedVariables
 from tests.proof.loops.script import End, Loop, Twist
 from tests.proof.loops.trial import Trials
 

@@ -20,7 +20,7 @@ ROOMS = (
     "ec",
     *(f"smp_daemon.{room}" for room in ("shared", "storage", "watchdog", "net", "recovery", "persist", "coding")),
     *("smp_daemon.node", "smp_daemon.ops", "smp_daemon"),
-    *(f"snapshot.{room}" for room in ("collective", "copy", "state", "step", "resume", "interval")),
+    *(f"snapshot.{room}" for room in ("collective", "copy", "state", "script", "step", "resume", "interval")),
     *("snapshot", "integrations.adapters", "holdfast", "integrations", "integrations.ray", "megatron_lm"),
     *("planner", "export"),
     *(

@@ -8,8 +8,8 @@ from types import FrameType
 
 import pytest
 
-from holdfast.snapshot.step import calls
-from holdfast.snapshot.step.calls import Calls
+from holdfast.snapshot.script import calls
+from holdfast.snapshot.script.calls import Calls
 
 
 @pytest.fixture(autouse=True)

@@ -30,15 +30,16 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import InMemorySnapshot
 from holdfast.integrations.adapters.torch_native import TorchAdapter
+from holdfast.snapshot.script import calls
+from holdfast.snapshot.script.anew import hands_on
+from holdfast.snapshot.script.flow import Carries, Flow
+from holdfast.snapshot.script.iterators import unwatched
+from holdfast.snapshot.script.running import Named, RunningValues, helper_of
+from holdfast.snapshot.script.syntax import called_in, function_of, loops_at
+from holdfast.snapshot.script.variables import line_for_attribute
 from holdfast.snapshot.state import rng
 from holdfast.snapshot.state.live import Change
 from holdfast.snapshot.state.tracked import Tracked
-from holdfast.snapshot.step import calls
-from holdfast.snapshot.step.anew import hands_on
-from holdfast.snapshot.step.flow import Carries, Flow
-from holdfast.snapshot.step.script import Named, RunningValues, helper_of
-from holdfast.snapshot.step.syntax import called_in, function_of, loops_at
-from holdfast.snapshot.step.variables import line_for_attribute, unwatched
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Job, Loop, life
 

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from holdfast import ConfigError, InMemorySnapshot
+from holdfast.snapshot.script import variables
 from holdfast.snapshot.state.walk import LONGEST
-from holdfast.snapshot.step import variables
 from tests.deadlines import DEADLINE_S
 from tests.unit.test_beginning import STEPS, Dropping, Job, Loop, life, looping, trial, warnings_of
 

@@ -356,7 +356,7 @@ def installed() -> Iterator[None]:
         "holdfast.snapshot.hook.Protecting": _ObservedProtecting,
         "holdfast.snapshot.hook.Capture": _capture,
         "holdfast.snapshot.loop.Boundary": _boundary,
-        "holdfast.snapshot.step.variables.is_users_frame": _is_scripts_frame,
+        "holdfast.snapshot.script.variables.is_users_frame": _is_scripts_frame,
         "holdfast.snapshot.rank.DeviceEngines": lambda devices: SteppingEngine() if devices else trainer.SimEngine(),
         "holdfast.snapshot.rank.default_agreement": lambda: Hooks.agreement(),
         "tests.proof.sim.trainer.captured": lambda *what: Hooks.captured(*what),

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.snapshot.script.running import FED, MISSING, Named, Reading, RunningValues
+from holdfast.snapshot.script.syntax import Function, bound_in, globals_of, owners_of, path_of, root_of
 from holdfast.snapshot.state.walk import is_ours
-from holdfast.snapshot.step.script import FED, MISSING, Named, Reading, RunningValues
-from holdfast.snapshot.step.syntax import Function, bound_in, globals_of, owners_of, path_of, root_of
 
 Origins = frozenset[str]
 

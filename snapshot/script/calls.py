@@ -14,8 +14,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from holdfast.smp_daemon.shared.logs import get_log
+from holdfast.snapshot.script.variables import is_users_frame, objects_in_variables
 from holdfast.snapshot.state.walk import is_captured_as_such, package_of
-from holdfast.snapshot.step.variables import is_users_frame, objects_in_variables
 
 MOST_LOOKS = 8
 """A function is looked at this many times, for the objects whose method it is: some run very often."""

@@ -25,20 +25,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from holdfast.snapshot.copy.tensors import memory_of
-from holdfast.snapshot.state.adapter import Adapter
-from holdfast.snapshot.state.hidden import keeps_uncaptured
-from holdfast.snapshot.state.libraries import is_environment
-from holdfast.snapshot.state.named import state_named_by
-from holdfast.snapshot.state.walk import (
-    is_installed,
-    is_ours,
-    is_plain,
-    is_users_own,
-    package_of,
-    walk,
-)
-from holdfast.snapshot.step.calls import LAMBDA, Call
-from holdfast.snapshot.step.syntax import (
+from holdfast.snapshot.script.calls import LAMBDA, Call
+from holdfast.snapshot.script.iterators import watched
+from holdfast.snapshot.script.syntax import (
     Function,
     assigned_in,
     called_in,
@@ -54,7 +43,19 @@ from holdfast.snapshot.step.syntax import (
     root_of,
     script_path,
 )
-from holdfast.snapshot.step.variables import is_users_frame, watched
+from holdfast.snapshot.script.variables import is_users_frame
+from holdfast.snapshot.state.adapter import Adapter
+from holdfast.snapshot.state.hidden import keeps_uncaptured
+from holdfast.snapshot.state.libraries import is_environment
+from holdfast.snapshot.state.named import state_named_by
+from holdfast.snapshot.state.walk import (
+    is_installed,
+    is_ours,
+    is_plain,
+    is_users_own,
+    package_of,
+    walk,
+)
 
 DEEPEST = 2
 """How many calls a helper is followed into."""

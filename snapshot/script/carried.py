@@ -4,9 +4,9 @@ A counter, a temperature, a hidden state or a best loss is an ordinary variable.
 in the state tells. But the source does: the variable is assigned within the loop, and the value that an earlier turn
 left there reaches a model, an optimizer, a backward, or a decision about one of these. What is only logged does not.
 
-`snapshot.step.flow` follows values, `snapshot.step.script` knows what the names of running functions stand for, and
-`snapshot.step.syntax` reads the source. They may miss something, so variables are named in a warning only. A new job is
-refused where a step depends on a number that certainly begins anew; see
+`snapshot.script.flow` follows values, `snapshot.script.running` knows what the names of running functions stand for,
+and `snapshot.script.syntax` reads the source. They may miss something, so variables are named in a warning only. A new
+job is refused where a step depends on a number that certainly begins anew; see
 `snapshot.first_turns.FirstTurns.check_script`.
 """
 
@@ -24,13 +24,11 @@ from typing import Any
 import torch
 
 from holdfast.smp_daemon.shared.logs import get_log
-from holdfast.snapshot.state.adapter import entered
-from holdfast.snapshot.state.libraries import is_environment, stands_alone
-from holdfast.snapshot.step.anew import begins_elsewhere, hands_on
-from holdfast.snapshot.step.calls import LAMBDA, Call, Calls
-from holdfast.snapshot.step.flow import Carries, Flow
-from holdfast.snapshot.step.origins import Returned
-from holdfast.snapshot.step.script import (
+from holdfast.snapshot.script.anew import begins_elsewhere, hands_on
+from holdfast.snapshot.script.calls import LAMBDA, Call, Calls
+from holdfast.snapshot.script.flow import Carries, Flow
+from holdfast.snapshot.script.origins import Returned
+from holdfast.snapshot.script.running import (
     MISSING,
     PLAIN,
     UNNAMED,
@@ -44,7 +42,7 @@ from holdfast.snapshot.step.script import (
     reads_on,
     renamed,
 )
-from holdfast.snapshot.step.syntax import (
+from holdfast.snapshot.script.syntax import (
     Function,
     called_in,
     function_of,
@@ -61,13 +59,15 @@ from holdfast.snapshot.step.syntax import (
     sources_in,
     stepped_in,
 )
-from holdfast.snapshot.step.variables import (
+from holdfast.snapshot.script.variables import (
     frames_called_by_a_library,
     line_for_attribute,
     line_for_object,
     name_of,
     users_frames,
 )
+from holdfast.snapshot.state.adapter import entered
+from holdfast.snapshot.state.libraries import is_environment, stands_alone
 
 SEVERAL = 4
 """Of how many attributes that are carried their object is named instead, if it stands alone."""

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.snapshot.state.walk import is_ours, is_users_own
-from holdfast.snapshot.step.anew import RANGES, counted_anew
-from holdfast.snapshot.step.origins import KNOWN_TO_US, NONE, PASS, Origins, Returned, Trace
-from holdfast.snapshot.step.script import (
+from holdfast.snapshot.script.anew import RANGES, counted_anew
+from holdfast.snapshot.script.origins import KNOWN_TO_US, NONE, PASS, Origins, Returned, Trace
+from holdfast.snapshot.script.running import (
     MISSING,
     Helper,
     Named,
@@ -28,7 +27,7 @@ from holdfast.snapshot.step.script import (
     read_in,
     renamed,
 )
-from holdfast.snapshot.step.syntax import (
+from holdfast.snapshot.script.syntax import (
     ASIDE,
     Function,
     as_run,
@@ -43,7 +42,8 @@ from holdfast.snapshot.step.syntax import (
     taken_at,
     taken_in,
 )
-from holdfast.snapshot.step.trained import Trained, adds_parameters, seeds, trains
+from holdfast.snapshot.script.trained import Trained, adds_parameters, seeds, trains
+from holdfast.snapshot.state.walk import is_ours, is_users_own
 
 NUMBER = "<number of a batch>"
 """Origin of what the built-in ``enumerate`` counts."""

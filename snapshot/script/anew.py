@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from holdfast.snapshot.script.origins import PLACE, Origins
+from holdfast.snapshot.script.running import MISSING, reads_on
+from holdfast.snapshot.script.syntax import ASIDE, Function, name_of_call, parts_of, path_of, root_of
 from holdfast.snapshot.state.walk import is_ours
-from holdfast.snapshot.step.origins import PLACE, Origins
-from holdfast.snapshot.step.script import MISSING, reads_on
-from holdfast.snapshot.step.syntax import ASIDE, Function, name_of_call, parts_of, path_of, root_of
 
 COUNTS = frozenset({"range", "count", "cycle", "accumulate"})
 """Functions whose iterators begin at the same numbers whenever they are made."""

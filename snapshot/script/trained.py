@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from holdfast.snapshot.script.origins import NONE, Origins
+from holdfast.snapshot.script.running import MISSING, Helper, RunningValues
+from holdfast.snapshot.script.syntax import innermost_path, name_of_call, path_of, root_of
 from holdfast.snapshot.state.walk import package_of
-from holdfast.snapshot.step.origins import NONE, Origins
-from holdfast.snapshot.step.script import MISSING, Helper, RunningValues
-from holdfast.snapshot.step.syntax import innermost_path, name_of_call, path_of, root_of
 
 PARTS = frozenset({"param_groups", "params", "parameters", "named_parameters", "modules", "named_modules"})
 """Names of what a loop over parts of a model, or of an optimizer, goes through."""
