@@ -109,22 +109,27 @@ class SocketListener:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
+            sock = None
             try:
                 sock, _ = self._sock.accept()
-            except OSError as error:
+                if is_full := len(self._live) >= MAX_CONNECTIONS:
+                    sock.close()
+                else:
+                    self._network.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # usually out of files, memory or threads, which others may free
+                if sock is not None:
+                    sock.close()
                 if not self._closed.is_set():
                     text = "a connection could not be accepted: %s"
                     self._episodes.begin("accept", text, error, level=logging.ERROR)
-                self._closed.wait(ACCEPT_AGAIN_S)  # usually out of files or memory, which others may free
+                self._closed.wait(ACCEPT_AGAIN_S)
                 continue
             self._episodes.end("accept", "connections are accepted again")
-            if len(self._live) >= MAX_CONNECTIONS:
+            if is_full:
                 text = "a connection was closed: there are %d already"
                 self._episodes.begin("full", text, MAX_CONNECTIONS, level=logging.ERROR)
-                sock.close()
-                continue
-            self._episodes.end("full", "there is room for connections again")
-            self._network.Thread(target=self._admit, args=(sock,), name="connection", daemon=True).start()
+            else:
+                self._episodes.end("full", "there is room for connections again")
 
     def _admit(self, sock: socket.socket) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import resource
@@ -597,6 +598,18 @@ class TestAnSmpIsToldNonsense:
             assert waiting.recv(4) == MAGIC
             with pytest.raises(ProtocolError):
                 call(peer, {"op": "?"})
+        assert serves(smp)
+
+    def test_it_serves_again_after_it_has_run_out_of_threads(self, ground: Ground) -> None:
+        smp = ground.smp().wait_settled()
+        with ExitStack() as stack:
+            for _ in range(20):  # glibc keeps the stacks of threads that have ended for later ones
+                stack.enter_context(closing(connect(local_of(smp))))
+            mapped = int(Path(f"/proc/{smp.process.pid}/statm").read_text().split()[0]) * mmap.PAGESIZE
+            with limited(resource.RLIMIT_AS, mapped + (4 << 20), smp.process.pid):
+                refused = stack.enter_context(closing(connect(local_of(smp), DEADLINE_S)))
+                with pytest.raises(SmpUnavailable):
+                    call(refused, {"op": "inventory"})
         assert serves(smp)
 
 
