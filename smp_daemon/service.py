@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from holdfast.smp_daemon.answers import PeerConversation, TrainerConversation, answer_control, checked_peer
 from holdfast.smp_daemon.net.gate import Gate
@@ -48,6 +48,8 @@ ACCEPT_AGAIN_S = 0.5
 """Pause before another `accept` if one has failed, in seconds: a loop without one would take a whole core."""
 
 log = get_log(__name__)
+
+T = TypeVar("T")
 
 
 class Conversation(Protocol):
@@ -269,14 +271,14 @@ class Smp(Core):
         """Listen, and say where. Raises as the constructor."""
         job, node, arena, system = self.store.job, self.store.node, self.arena.path, self.system
         before = self._predecessor(job, node)
-        if before is not None and before.host == host:
-            port, bulk_port = port or before.control_port, bulk_port or before.bulk_port
-        sockets = [bind_tcp(host, bulk_port, system)]
+        known = (before.control_port, before.bulk_port) if before is not None and before.host == host else (0, 0)
+        sockets = [_bound(partial(bind_tcp, host, network=system), bulk_port, known[1])]
         bulk_port = sockets[0].getsockname()[1]
         last = dict(before.more_bulk) if before is not None else {}
-        sockets += [_bind_if_free(each, last.get(each, bulk_port), system) for each in others]
+        sockets += [_bound(partial(bind_tcp, each, network=system), 0, last.get(each, bulk_port)) for each in others]
         self._gate = Gate(self.credentials, job, system)
-        self._control = PeerServer(self._gate, partial(answer_control, self), host, port, system)
+        serve = partial(PeerServer, self._gate, partial(answer_control, self), host, network=system)
+        self._control = _bound(serve, port, known[0])
         failpoint("start.bound")
         self.owner = Owner(
             os.getpid(),
@@ -367,12 +369,15 @@ class Smp(Core):
             self.store.retire()
 
 
-def _bind_if_free(host: str, port: int, network: Network) -> socket.socket:
-    """Listen on `port`, or on any free port if that one is taken. Peers learn the port from `Owner.more_bulk`."""
-    try:
-        return bind_tcp(host, port, network)
-    except ConfigError:
-        return bind_tcp(host, 0, network)
+def _bound(bind: Callable[[int], T], asked: int, else_at: int) -> T:
+    """What `bind` makes of the port that was asked for; if that is 0, of `else_at`, or of any if another has that."""
+    if not asked and else_at:
+        try:
+            return bind(else_at)
+        except ConfigError:
+            text = "port %d is taken: nodes that know this SMP by it find it again from the job's next start on"
+            log.warning(text, else_at)
+    return bind(asked)
 
 
 def finish_after(smp: Smp, owner_pid: int) -> None:

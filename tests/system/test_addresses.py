@@ -17,7 +17,7 @@ from holdfast.smp_daemon.shared.spawn import smp_command
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.shared.transport import connect
 from holdfast.snapshot.resume.arrange import Protection, arrange, node_of_rank
-from tests.smp_kit import IN_THREADS, JOB, Ground, SmpProcess, refusal
+from tests.smp_kit import IN_THREADS, JOB, Ground, SmpProcess, refusal, run_on
 from tests.system.test_regroup import SNAPSHOT, everything, layout_of
 from tests.unit.test_arrange import rank
 
@@ -107,6 +107,18 @@ def test_where_the_port_is_taken_on_another_address_it_has_one_of_its_own_there(
         finally:
             served.stop(remove=True)
             served.close()
+
+
+@pytest.mark.parametrize("which", ["control_port", "bulk_port"])
+def test_a_successor_whose_port_another_process_has_by_now_serves_at_another(ground: Ground, which: str) -> None:
+    smp = ground.smp()
+    run = run_on([smp], [[3000]])
+    snapshot = run.protect(1)
+    smp.kill()
+    with socket.create_server((smp.host, getattr(smp.owner, which))) as taken:
+        smp.launch().wait_ready()
+        assert getattr(smp.owner, which) not in (0, taken.getsockname()[1])
+        assert smp.client().inventory().shards == {(snapshot, "dp0")}
 
 
 def test_a_layout_has_the_addresses_that_its_smps_say(ground: Ground) -> None:
