@@ -143,7 +143,7 @@ class TrainerConversation:
             self._store.state.goes_on(request.epoch, self._coord)
             self._smp.recoveries.goes_on(self._coord)
             self._store.place(self._coord, request.near)
-            self._smp.watchdog.joined(self._pid, self._coord)
+            self._smp.watchdog.joined(self._pid, self._coord, request.epoch)
         self._epoch = request.epoch
 
     def _configure(self, request: messages.Configure) -> messages.Reserved:

@@ -108,8 +108,8 @@ class _Watched:
     ended: bool = False
     health: Health = Health.ALIVE
     own: Own = UNKNOWN
-    joined: bool = False
-    """Whether it has joined an epoch; until then it may be about to join a new start."""
+    joined: int = 0
+    """The epoch that it has joined; 0: none yet, so it may be about to join a new start."""
     connected: bool = False
     """Whether its connection has not ended yet; how it ended is noted only then."""
 
@@ -141,7 +141,7 @@ class Watchdog:
         # Guards `_seen`, with the trainers in it, and `_callers`. Threads of connections and the watching thread hold
         # it for moments, and take no lock under it except those of loggers. They close connections, and call
         # `on_step`, `on_hang` and `note_end`, without it. `_changed` is notified when a trainer may have left.
-        # `_closed`, `_watching` and `_stirred` are set once each, without the lock.
+        # `_closed` and `_stirred` are set once each, without the lock, and `_watching` with it.
         self._lock = threads.Lock()
         self._changed = threads.Condition(self._lock)
         self._seen: dict[str, _Watched] = {}
@@ -153,7 +153,10 @@ class Watchdog:
     def start(self) -> None:
         """Watch in a separate thread until `close`."""
         self._stirred = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._watching = True
+        with self._lock:
+            self._watching = True
+            for seen in self._seen.values():  # the SMP served them before it watched
+                seen.pidfd = _open(seen.pid)
         self._threads.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
@@ -187,12 +190,15 @@ class Watchdog:
         self._stir()
         return row
 
-    def joined(self, pid: int, coord: str) -> None:
-        """Note that a trainer has joined an epoch, so it takes part in a start of the job."""
+    def joined(self, pid: int, coord: str, epoch: int) -> None:
+        """Note that a trainer has joined an epoch, so it takes part in a start of the job. Nobody misses the dead of
+        earlier ones any more: their ranks are here, or on other nodes."""
         with self._lock:
             seen = self._seen.get(coord)
             if seen is not None and seen.pid == pid:
-                seen.joined = True
+                seen.joined = epoch
+            for other in [each for each in self._seen.values() if each.ended and each.joined < epoch]:
+                self._forget(other)
         self._stir()
 
     def note_own(self, coord: str, own: Own) -> None:
@@ -275,15 +281,18 @@ class Watchdog:
         with self._lock:
             seen.connected = False
             if gone and self._seen.get(seen.coord) is seen:
-                _close(seen)
-                del self._seen[seen.coord]
+                self._forget(seen)
             elif seen.pidfd < 0:
                 seen.ended = True  # a pidfd would report the end itself
             self._changed.notify_all()
         self._stir()
 
+    def _forget(self, seen: _Watched) -> None:
+        _close(seen)
+        del self._seen[seen.coord]
+
     def trainers(self) -> list[WatchedTrainer]:
-        """The state of all trainers, sorted by coordinate. Dead ones stay until they are back, or the SMP ends."""
+        """The state of all trainers, sorted by coordinate. Dead ones stay until the next start of the job is here."""
         now = self._threads.monotonic()
         with self._lock:
             return [self._report(seen, now) for _, seen in sorted(self._seen.items())]
@@ -315,8 +324,7 @@ class Watchdog:
             self._changed.notify_all()
             hang_ups = self._callers.pop(seen.pid, [])
             if self._board().phase(seen.row) is TrainerPhase.GONE:
-                _close(seen)
-                del self._seen[seen.coord]
+                self._forget(seen)
         for hang_up in hang_ups:
             hang_up()
 

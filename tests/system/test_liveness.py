@@ -154,6 +154,30 @@ def test_more_trainers_than_rows_are_not_watched(attendance: Watchdog) -> None:
     assert rows == [*range(HEARTBEAT_ROWS), None]
 
 
+def test_the_dead_of_an_earlier_start_are_not_missed_if_other_ranks_come_in_their_place(attendance: Watchdog) -> None:
+    """As when ranks are renumbered over the nodes: the node would name trainers as dead that train elsewhere."""
+    for start in range(1, HEARTBEAT_ROWS + 2):
+        with subprocess.Popen(["sleep", "60"]) as process:
+            assert attendance.attend(process.pid, f"dp{start}") is not None
+            attendance.joined(process.pid, f"dp{start}", start)
+            assert [(each.coord, each.health) for each in attendance.trainers()] == [(f"dp{start}", Health.ALIVE)]
+            process.kill()
+        await_that(lambda: attendance.trainers()[0].health is Health.DEAD)
+
+
+def test_who_came_before_it_watched_is_watched(tmp_path: Path, other: subprocess.Popen[bytes]) -> None:
+    """An SMP serves before it watches, and trainers come back to a new one at once."""
+    board = Board(tmp_path / "board", create=True)
+    attendance = Watchdog(lambda: board, LIMITS, None)
+    attendance.attend(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3", 1)
+    attendance.start()
+    assert attendance.await_room(1, SHORT_S) is not None, "another run of the job is at work"
+    other.kill()
+    await_that(lambda: attendance.trainers()[0].health is Health.DEAD)
+    attendance.close()
+
+
 # ---------------------------------------------------------------------- a second run of the same job
 
 
@@ -171,7 +195,7 @@ SHORT_S = 0.3
 def test_a_process_that_is_at_work_leaves_no_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
     attendance.attend(other.pid, "dp3")
     assert attendance.await_room(1, DEADLINE_S) is None, "it has joined no epoch, and may be of the same start"
-    attendance.joined(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3", 1)
     found = attendance.await_room(1, SHORT_S)
     assert found is not None and (found.pid, found.coord) == (other.pid, "dp3")
     assert attendance.await_room(other.pid, DEADLINE_S) is None, "a process may begin again"
@@ -183,7 +207,7 @@ def test_who_is_stopped_or_killed_or_begins_again_makes_room(
 ) -> None:
     """The old coordinate of one that survives may become unused if ranks are renumbered."""
     attendance.attend(other.pid, "dp3")
-    attendance.joined(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3", 1)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(attendance.await_room, 1, DEADLINE_S)
         if how == "renumbered":
@@ -201,7 +225,7 @@ def test_how_far_it_came_is_noted_before_the_next_one_comes(
 
     noted: list[int] = []
     row = attendance.attend(other.pid, "dp3", hang_up)
-    attendance.joined(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3", 1)
     assert row is not None
     attendance._board().heartbeat(row, TrainerPhase.STEP, 7)
     other.kill()
@@ -217,7 +241,7 @@ def test_how_far_it_came_is_noted_before_the_next_one_comes(
 
 def test_who_has_said_goodbye_makes_room(attendance: Watchdog, other: subprocess.Popen[bytes]) -> None:
     row = attendance.attend(other.pid, "dp3")
-    attendance.joined(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3", 1)
     assert row is not None
     attendance._board().heartbeat(row, TrainerPhase.GONE, 0)
     assert attendance.await_room(1, DEADLINE_S) is None
@@ -228,7 +252,7 @@ def test_who_hangs_makes_room(tmp_path: Path, other: subprocess.Popen[bytes]) ->
     attendance = Watchdog(lambda: board, Deadlines(start=0.1), None)
     attendance.start()
     attendance.attend(other.pid, "dp3")
-    attendance.joined(other.pid, "dp3")
+    attendance.joined(other.pid, "dp3", 1)
     assert attendance.await_room(1, DEADLINE_S) is None
     attendance.close()
 
