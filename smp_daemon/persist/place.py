@@ -47,9 +47,12 @@ def caution(url: str) -> str:
     path = _directory(url)
     if path is None:
         return f"{_shown(url)} is this process's memory" if url.startswith("memory:") else ""
-    if not path.is_dir():
-        return _absent(path)
-    on_root = path.stat().st_dev == Path("/").stat().st_dev
+    try:
+        if not path.is_dir():
+            return _absent(path)
+        on_root = path.stat().st_dev == Path("/").stat().st_dev
+    except OSError as error:  # closed to this user, for example, or its server has gone
+        return f"{path} cannot be looked at: {error.strerror}"
     return f"{path} is on the root file system: is the storage mounted?" if on_root else ""
 
 
