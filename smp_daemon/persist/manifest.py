@@ -177,17 +177,6 @@ class NodePart:
         return cls(snapshot, coords, sum(bool(node.shards) for node in layout.nodes))
 
 
-def combine(snapshot: SnapshotId, layout: Layout, parts: Collection[NodePart]) -> PersistManifest:
-    """The manifest, if these are the parts of all nodes. Raises `DamagedSnapshot` if they do not fit the snapshot or
-    the layout: SMPs that regroup may have had different revisions of it."""
-    for each in parts:
-        if each.snapshot != snapshot:
-            raise DamagedSnapshot(f"a node's file is of {each.snapshot}, not of {snapshot}")
-    if {coord for each in parts for coord in each.shards} != set(layout.coords):
-        raise DamagedSnapshot("the files of the nodes do not name the shards of their layout")
-    return PersistManifest(snapshot, layout)
-
-
 def node_parts(files: Collection[str]) -> list[str]:
     """The names of nodes' files among `files`."""
     return sorted(name for name in files if _NODE.fullmatch(name))

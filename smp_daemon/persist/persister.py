@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.smp_daemon.persist import manifest
-from holdfast.smp_daemon.persist.manifest import MAX_MANIFEST_BYTES, SNAPSHOT, NodePart, RunFile
+from holdfast.smp_daemon.persist.manifest import SNAPSHOT, NodePart, PersistManifest, RunFile
 from holdfast.smp_daemon.persist.place import PersistPlace, caution, open_place, place_name
 from holdfast.smp_daemon.persist.reading import StoredShards, find, find_runs, look, run_files
 from holdfast.smp_daemon.recovery.inventories import gather_inventories
@@ -109,7 +109,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
 
     Raises:
         PlaceError: the storage fails.
-        DamagedSnapshot: the parts that the nodes have written do not fit together, or some of it is not there.
+        DamagedSnapshot: some of it is not there.
     """
     folder = manifest.folder(layout.job, layout.run.id, snapshot)
     files = place.files(folder)
@@ -118,10 +118,7 @@ def publish(place: PersistPlace, layout: Layout, snapshot: SnapshotId) -> list[s
     missing = manifest.missing_nodes(layout, files)
     if missing:
         return missing
-    names = [manifest.node_name(i) for i, node in enumerate(layout.nodes) if node.shards]
-    contents = [place.read(f"{folder}/{name}", MAX_MANIFEST_BYTES) for name in names]
-    parts = [manifest.read(NodePart, content, "the file of a node") for content in contents]
-    whole = manifest.combine(snapshot, layout, parts)
+    whole = PersistManifest(snapshot, layout)  # all have written it in this layout: an epoch has one revision 0
     if gone := whole.missing(files):
         raise DamagedSnapshot(f"{snapshot} is not whole at {place.name}: {'; '.join(gone[:4])}")
     place.write(f"{folder}/{SNAPSHOT}", [encode_digested(whole.to_json())])
