@@ -367,7 +367,12 @@ class Persister:
             if thread.is_alive() and work.progress.is_stuck:
                 work.cancelled.set()
                 self._store.holdings.let_go(work.snapshot)
-                self._fail(work.snapshot, f"the storage has not answered for {STUCK_S:.0f} s", state="stuck")
+                silent = f"the storage has not answered for {STUCK_S:.0f} s"
+                if (state := self.state) is not None and state.persisted == work.snapshot:
+                    self._say(state="stuck")
+                    log.warning("older snapshots are not removed yet: %s", silent)
+                else:
+                    self._fail(work.snapshot, silent, state="stuck")
                 thread.join()
         if not self._closed.is_set():
             self._say(state="waiting")

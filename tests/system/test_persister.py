@@ -340,6 +340,24 @@ def test_storage_that_hangs_is_given_up_and_holds_up_nothing(moody: tuple[Smp, R
     assert [found.snapshot.step for found in find(at, JOB, UNNAMED.id) if found.manifest is not None] == [6]
 
 
+def test_a_snapshot_is_persisted_however_long_older_ones_take_to_remove(
+    moody: tuple[Smp, Run, Moody], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large job has ten thousands of files in each, and file servers delete a few hundred a second."""
+    smp, run, at = moody
+    client, removed = run["dp0"].client, threading.Event()
+    monkeypatch.setattr(at, "directories", lambda path: [] if removed.wait(DEADLINE_S) else None)
+    first = run.protect(1)
+    persist(run, first)
+    await_that(lambda: smp.persister.state is not None and smp.persister.state.state == "stuck")
+    assert smp.persister.state is not None
+    assert (smp.persister.state.persisted, smp.persister.state.problem) == (first, "")
+    assert counted(client, 0)
+    removed.set()
+    persist(run, run.protect(2))
+    await_persisted(client, 2)
+
+
 def test_a_start_goes_on_although_storage_does_not_say_what_it_has(
     moody: tuple[Smp, Run, Moody], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +458,7 @@ def test_what_would_be_lost_with_the_node_is_warned_of(tmp_path: Path) -> None:
     assert "root file system" in place.caution("/")
     assert "memory" in place.caution("memory://bucket")
     assert "not a directory" in place.caution("/nowhere")
+    assert place.caution("/" + "x" * 300)  # no look at it is possible, as where the server of files has gone
     assert place.caution("s3://bucket/prefix") == place.caution("/dev/shm") == ""
 
 
