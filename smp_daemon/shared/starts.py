@@ -148,7 +148,12 @@ class Record:
 
 
 def failure_text(error: BaseException) -> str:
-    """An exception in one line: its type and message. `WELL` for one that only ends the program as requested."""
+    """An exception in one line: its type and message, if it has one that can be sent. `WELL` for one that only ends the
+    program as requested."""
     if isinstance(error, KeyboardInterrupt | GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
         return WELL
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_FAILURE]
+    try:
+        text = f": {error}".encode(errors="backslashreplace").decode()  # a file's name may have bytes that are no text
+    except Exception:  # of the user's class
+        text = ""
+    return " ".join(f"{type(error).__name__}{text}".split())[:MAX_FAILURE]

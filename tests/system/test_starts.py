@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -137,6 +138,16 @@ def test_what_only_ends_the_program_is_no_failure() -> None:
     assert [failure_text(error) for error in (KeyboardInterrupt(), SystemExit(0), SystemExit(None))] == [WELL] * 3
     assert failure_text(SystemExit(3)) == "SystemExit: 3"
     assert len(failure_text(ValueError("x" * 9999))) == MAX_FAILURE
+
+
+def test_a_failure_whose_text_cannot_be_sent_is_told_as_far_as_it_can() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise TypeError("no text")
+
+    unreadable = os.fsdecode(b"/data/\xff.jpg")
+    assert failure_text(ValueError(f"cannot read {unreadable}")) == r"ValueError: cannot read /data/\udcff.jpg"
+    assert failure_text(Mute()) == "Mute"
 
 
 # ---------------------------------------------------------------------- when a start is refused
