@@ -100,7 +100,7 @@ class Options:
     @classmethod
     def given(cls, **values: Any) -> Options:
         """Options from values by name; None is the same as left out."""
-        kept = {name: value for name, value in values.items() if value is not None}
+        kept = {name: _plain(value) for name, value in values.items() if value is not None}
         for name, kind in get_type_hints(OptionsGiven).items():
             taken = [KINDS.get(each) for each in get_args(kind) or (kind,) if each is not NoneType]
             known = [each for each in taken if each is not None]
@@ -116,14 +116,13 @@ class Options:
             raise ConfigError(f"slots={self.slots}: {SLOTS_RULE}")
         if self.every == "auto":
             MTBF.value()
-        elif not isinstance(self.every, int) or self.every < 1:
+        elif not _is_count(self.every):
             raise ConfigError(f"every={self.every!r}: a snapshot is taken every 1 or more steps, or 'auto'")
-        counts = isinstance(self.protect_every, int) and not isinstance(self.protect_every, bool)
-        if self.protect_every != "auto" and (not counts or self.protect_every < 1):
+        if self.protect_every != "auto" and not _is_count(self.protect_every):
             raise ConfigError(
                 f"protect_every={self.protect_every!r}: of every 1 or more snapshots one is protected, or 'auto'"
             )
-        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+        if self.block is not None and not _is_count(self.block):
             raise ConfigError(f"block={self.block!r}: the trainings of a script are numbered from 1")
         if not 0 < self.deadline_s < math.inf:
             raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
@@ -176,3 +175,14 @@ class Options:
     def job_arena(self) -> Path:
         """The arena of this job on this node."""
         return arena_path(self.job, self.arena)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's as one of Python's: neither JSON nor a wait for a lock takes it."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)

@@ -11,7 +11,9 @@ import torch
 
 from holdfast import InMemorySnapshot
 from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.plain import encode_json
 from holdfast.snapshot.options import Options
+from holdfast.snapshot.resume.choice import StartOptions
 
 WRONG: dict[str, Any] = {
     "job": 5,
@@ -40,6 +42,15 @@ def test_an_option_of_another_type_is_refused_by_name(name: str) -> None:
 
 
 def test_a_path_may_be_a_string_and_a_number_may_be_numpys() -> None:
-    options = Options.given(job="j", arena="/dev/shm/there", slots=np.int64(4), deadline_s=np.float32(5), elastic=None)
+    given = {"slots": 4, "every": 5, "protect_every": 2, "generations": 2, "deadline_s": np.float32(5), "elastic": None}
+    numpys = {name: np.int64(value) if type(value) is int else value for name, value in given.items()}
+    options = Options.given(job="j", arena="/dev/shm/there", **numpys)
     assert options.job_arena == Path("/dev/shm/there/j")
-    assert options.slots == 4
+    assert encode_json(options.for_start) == encode_json(StartOptions(generations=2, protect_every=2))
+    assert [type(each) for each in (options.slots, options.every, options.deadline_s)] == [int, int, float]
+
+
+@pytest.mark.parametrize("name", ["every", "protect_every", "block"])
+def test_a_switch_is_no_number(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}=True"):
+        Options.given(job="j", **{name: True})
