@@ -14,7 +14,7 @@ from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.errors import HoldfastError, failure_of
 from holdfast.smp_daemon.shared.identity import Run, next_epoch
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.plan import RestorePlan, newest_protected, newest_whole
 from holdfast.smp_daemon.shared.runs import own_inventories
@@ -75,8 +75,8 @@ class Memory:
         self.client = connect(arena_path(self.job, arena), self.job, start=start)
         self._engine = DeviceEngines()
         self._run: Run | None = None  # set once an epoch has begun to write in
-        self._layout: Layout | None = None
-        self._capacity = 0
+        self._was_laid_out = False  # in this epoch, or an attempt was made: the next one needs another epoch
+        self._capacity = 0  # of the slots; 0: there are none
 
     @property
     def is_first_of_node(self) -> bool:
@@ -153,12 +153,10 @@ class Memory:
 
     def _reserve(self, form: SlotFormat, run: Run) -> None:
         """Make sure that there is a layout into which `form` fits on every rank."""
-        fits = self._layout is not None and form.total_bytes == self._capacity
-        if self.agreement.everywhere(fits):
+        if self.agreement.everywhere(form.total_bytes == self._capacity):
             return
-        if self._layout is not None:
-            self._epoch += 1
-            self.client.join(self._epoch)
+        self._epoch += self._was_laid_out
+        self._was_laid_out, self._capacity = True, 0
         client, agreement = self.client, self.agreement
         layout, _ = lay_out(
             client,
@@ -174,7 +172,6 @@ class Memory:
         turn = partial(node_turn, client)
         together(agreement, lambda: client.configure(layout))
         together(agreement, lambda: self._engine.prepare(client.slots(layout.epoch, self.coord), turn))
-        self._layout = layout
         self._capacity = form.total_bytes
 
     def _write(

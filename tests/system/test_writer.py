@@ -55,5 +55,18 @@ def test_after_a_restart_neither_what_was_promised_nor_what_is_newer_is_given_up
     assert held(smp) == {last, final}
 
 
-def refuse(*arguments: object) -> None:
+def test_a_write_for_which_there_is_no_memory_keeps_no_later_one_from_its_slots(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = writer(ground.smp())
+    write(own)
+    with monkeypatch.context() as full:
+        full.setattr(own.client, "configure", refuse)
+        with pytest.raises(HoldfastError, match="refused"):
+            own.write({"weight": torch.ones(5000)}, b"{}")
+    first = write(own)
+    assert write(own) == SnapshotId(first.epoch, first.step + 1)
+
+
+def refuse(*arguments: object, **more: object) -> None:
     raise HoldfastError("refused")
