@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from holdfast.smp_daemon.shared.board import MAX_PAUSE_S
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, StaleEpoch, failure_of
 from holdfast.smp_daemon.shared.goodput import Spent
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, get_log, identify, log_here
@@ -71,6 +71,7 @@ class SnapshotHook:
         self._options = options
         self._entered: Session | None = None  # kept after leaving, for `step` and others
         self._statistics = Statistics()
+        self._was_begun = False
         self.tracked: set[str] = set()
 
     @property
@@ -275,8 +276,10 @@ class SnapshotHook:
         Raises:
             HoldfastError: set-up errors always raise, whatever `strict` says.
         """
-        for piece in registered(self._roots()):
-            self._adapter.track(piece)
+        if not self._was_begun:  # one whose start has failed may be entered again
+            for piece in registered(self._roots()):
+                self._adapter.track(piece)
+            self._was_begun = True
         options, arena = self._options, self._options.job_arena
         if self.checks.reading:  # a thread that plays several ranks enters one hook for each
             check_not_entered(arena)
@@ -392,25 +395,28 @@ class Session:
         Raises:
             HoldfastError: as `restore`, and as making a `Rank`. Nothing stays open.
         """
-        self.rank = rank = Rank(adapter, options, system)
-        drawn = rng.capture()
+        self.rank = Rank(adapter, options, system)
+        try:
+            self._begin(adapter, options, statistics, checks)
+        except BaseException as error:
+            self.rank.smp.say_end(self.rank.progress.step, error)
+            self.rank.close()
+            raise
+
+    def _begin(self, adapter: Adapter, options: Options, statistics: Statistics, checks: Checks) -> None:
+        rank, drawn = self.rank, rng.capture()
         rank.heartbeat()
         names = {"job": options.job, "node": rank.client.node, "rank": rank.agreement.rank, "coord": rank.coord}
         log_here(**names, epoch=None, step=None)
-        try:
-            self.restored = restored = restore(
-                rank.client,
-                rank.agreement,
-                adapter,
-                rank.engine,
-                options.for_start,
-                elastic=options.elastic,
-                protect=options.protect_every == 1,
-            )
-        except BaseException as error:
-            rank.smp.say_end(0, error)
-            rank.close()
-            raise
+        self.restored = restored = restore(
+            rank.client,
+            rank.agreement,
+            adapter,
+            rank.engine,
+            options.for_start,
+            elastic=options.elastic,
+            protect=options.protect_every == 1,
+        )
         step = restored.snapshot.step if restored.snapshot else 0
         if restored.snapshot is not None and rank.agreement.rank == 0:
             log.info("%s", restored, extra=about(restored.snapshot, tier=restored.tier, how=restored.how))
@@ -440,6 +446,8 @@ class Session:
         statistics.rule = self.intervals.rule
         statistics.interval = statistics.rule.interval
         self._statistics = statistics
+        spent, self._auditor = _spent(restored, rank.system), self._auditor_if_ordered(checks)
+        # From here on there are threads and hooks, and nothing fails.
         block = to_plain(describe(options.for_start.block, adapter))
         self.position = position = Position(step, restored.loop, block, rank.system)
         self.first = FirstTurns(restored, checks, progress, self.position, adapter)
@@ -455,7 +463,6 @@ class Session:
             rank.system,
         )
         self.protecting = Protecting(options, rank, restored, self.capture, self.intervals, statistics)
-        self._auditor = self._auditor_if_ordered(checks)
         self.loop = Loop(
             adapter,
             rank,
@@ -473,7 +480,7 @@ class Session:
             lambda: rank.system.monotonic() - statistics.stall_s,
             lambda: sum(data.read_s for data in position.sources.values()),
         )
-        statistics.begin(_spent(restored, rank.system), self._own_time.own)
+        statistics.begin(spent, self._own_time.own)
         self.is_over = False
 
     def _auditor_if_ordered(self, checks: Checks) -> Auditor | None:
@@ -507,6 +514,15 @@ class Session:
         """
         if os.getpid() != self._pid:
             return
+        try:
+            self._leave(error, early)
+        finally:
+            if self.rank.agreement.rank == 0 and (account := self._statistics.spent.sentence()):
+                log.info("the run so far: %s", account)
+            self.rank.close()
+            self.protecting.let_go()
+
+    def _leave(self, error: BaseException | None, early: bool) -> None:
         well, options = error is None, self._options
         self.loop.stop_watching(ended_well=well)
         self._own_time.remove()
@@ -516,7 +532,11 @@ class Session:
         kept, takes = well and (early or options.keep or goes_on), False
         if well:
             kept, takes = self._agree(kept, takes=not early)
-        self.loop.leave(takes=kept and takes, goes_on=goes_on)
+        try:
+            self.loop.leave(takes=kept and takes, goes_on=goes_on)
+        except BaseException:
+            self._end_copies(well=False)
+            raise
         try:
             late = self._end_copies(well)  # if they do not end, the other ranks wait for this one all the same
             if well and (kept := self._finish(kept)) and not options.keep:
@@ -532,11 +552,6 @@ class Session:
             elif not kept:
                 end = f"`holdfast gc --job {options.job} --arena {options.job_arena.parent}` here removes it"
             log.error("the SMP of this node was left running (%s): %s", end, failure)
-        finally:
-            if self.rank.agreement.rank == 0 and (account := self._statistics.spent.sentence()):
-                log.info("the run so far: %s", account)
-            self.rank.close()
-            self.protecting.let_go()
 
     def _end_copies(self, well: bool) -> HoldfastError | None:
         """Block until the snapshots that were begun are sealed or have failed. Returns why they are not, and logs it if
@@ -546,18 +561,21 @@ class Session:
             well: the block ends well, so the newest one counts.
         """
         protecting, deadline_s = self.protecting, self._options.deadline_s
-        try:
-            protecting.layouts.stop_reserving(deadline_s)
-            protecting.copier.close(deadline_s)
-            if self._recording is not None:
-                self._recording.close(deadline_s)
-            if well and protecting.newest is not None:
-                protecting.newest.reached(CopyState.SEALED, deadline_s)
-        except HoldfastError as late:
-            if not (well and self._options.strict):
-                log.error("snapshots were not sealed by the end: %s", late)
-            return late
-        return None
+        late = failure_of(lambda: self._await_copies(well), HoldfastError)
+        # Last: touching the pages of large slots may take minutes, and copies need not wait for that.
+        unready = failure_of(lambda: protecting.layouts.stop_reserving(deadline_s), HoldfastError)
+        for what, failure in (("snapshots were not sealed", late), ("slots were still being made ready", unready)):
+            if failure is not None and not (well and self._options.strict):
+                log.error("%s by the end: %s", what, failure)
+        return late or unready
+
+    def _await_copies(self, well: bool) -> None:
+        protecting, deadline_s = self.protecting, self._options.deadline_s
+        protecting.copier.close(deadline_s)
+        if self._recording is not None:
+            self._recording.close(deadline_s)
+        if well and protecting.newest is not None:
+            protecting.newest.reached(CopyState.SEALED, deadline_s)
 
     def _agree(self, keeps: bool, *, takes: bool) -> tuple[bool, bool]:
         """All ranks have left their loops well: whether the snapshots are kept, as they are if any rank keeps them; and

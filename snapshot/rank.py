@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Collection
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,16 +46,19 @@ class Rank:
     def __init__(self, adapter: Adapter, options: Options, system: System = MACHINE) -> None:
         self.system = system
         self.progress = RankProgress()
-        self.agreement = default_agreement()
-        if self.agreement.rank == 0:
-            warn_of_stale_store()
-        self.coord = adapter.coordinate()
-        self.domains = parse_domains(options.domains, self.coord)
-        self.smp = OwnSmp(options.job_arena, options.job, self.coord, start=options.start, system=system)
-        devices = {item.tensor.device for item in adapter.tensors()}
-        self.engine: CopyEngine = DeviceEngines(devices)
-        self.client.near = numa_node(devices)
-        self._notice = Notice(LEAVE_ON.value())
+        with ExitStack() as undo:  # if anything fails, the other ranks must not wait for this one
+            self.agreement = undo.enter_context(closing(default_agreement()))
+            if self.agreement.rank == 0:
+                warn_of_stale_store()
+            self.coord = adapter.coordinate()
+            self.domains = parse_domains(options.domains, self.coord)
+            self.smp = OwnSmp(options.job_arena, options.job, self.coord, start=options.start, system=system)
+            undo.callback(self.smp.close)
+            devices = {item.tensor.device for item in adapter.tensors()}
+            self.engine: CopyEngine = DeviceEngines(devices)
+            self.client.near = numa_node(devices)
+            self._notice = Notice(LEAVE_ON.value())
+            undo.pop_all()
 
     @property
     def client(self) -> SmpClient:
@@ -145,9 +149,11 @@ class OwnSmp:
         self._pause_s = LEAST_PAUSE_S
         self._not_before_s = 0.0
         self._system = system
-        self.client = connect(arena, job, start=start, coord=coord, system=system)
-        self.sealing = SmpClient(arena, job, system=system)
-        held = self.client.inventory()
+        with ExitStack() as undo:
+            self.client = undo.enter_context(closing(connect(arena, job, start=start, coord=coord, system=system)))
+            self.sealing = undo.enter_context(closing(SmpClient(arena, job, system=system)))
+            held = self.client.inventory()
+            undo.pop_all()
         # The job's layout names them, so the other SMPs look for a successor there, also if the arena is gone, in which
         # it would find them.
         self._ports = held.control_port, held.bulk_port

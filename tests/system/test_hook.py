@@ -8,6 +8,7 @@ import pydoc
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+import holdfast
 from holdfast import ConfigError, HoldfastError, InMemorySnapshot, SmpUnavailable, StateMismatch, prefetch
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.ops.metrics import exposition
@@ -182,6 +184,74 @@ def test_a_getter_that_fails_as_the_hook_is_entered_leaves_nothing_behind(
         assert snap.step == 3, "no step followed the fourth, so no snapshot was taken of it"
         train(snap, model, optim, 2)
     assert "another hook" not in caplog.text
+
+
+class Counted(torch.nn.Linear):
+    count = 0
+
+
+holdfast.register(Counted, get=lambda module: module.count, set=lambda module, count: setattr(module, "count", count))
+
+
+@pytest.mark.parametrize("wrong", ["HOLDFAST_PROFILE", "HOLDFAST_AUDIT", "HOLDFAST_LEAVE_ON"])
+def test_a_start_that_fails_leaves_nothing_open_and_may_be_tried_again(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    model = Counted(4, 3)
+    optim = torch.optim.Adam(model.parameters(), lr=0.1)
+    snap = InMemorySnapshot(model, optim)
+    monkeypatch.setenv(wrong, "USR1" if wrong == "HOLDFAST_LEAVE_ON" else "{")
+    with ThreadPoolExecutor(1) as thread:
+
+        def fails() -> tuple[int, set[int | None]]:
+            with pytest.raises(ConfigError, match=wrong):
+                thread.submit(snap.__enter__).result()
+            return psutil.Process().num_fds(), {each.ident for each in threading.enumerate()}
+
+        assert fails() == fails()
+    monkeypatch.delenv(wrong)
+    with snap:
+        train(snap, model, optim, 2)
+        assert snap.protected_step == 1
+
+
+def test_an_error_as_the_last_snapshot_is_taken_leaves_nothing_open(arena: Path) -> None:
+    before, held = set(threading.enumerate()), [1]
+    model, optim = small()
+    snap = InMemorySnapshot(model, optim, strict=True)
+    snap.track("held", lambda: held[0], lambda value: None)
+    with pytest.raises(StateMismatch, match="held"):
+        with snap:
+            for step in snap.steps(9):
+                train(snap, model, optim, 1)
+                if step == 3:
+                    held[0] = object()  # type: ignore[call-overload]
+                    break
+    assert set(threading.enumerate()) <= before
+
+
+def test_slots_that_are_still_being_made_ready_keep_no_copy_from_its_end(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never_ends(*_: object) -> None:
+        raise DeadlineExceeded("it did not end")
+
+    def slow(*values: Any, **more: Any) -> None:
+        time.sleep(1)
+        seal(*values, **more)
+
+    model, optim = small()
+    with pytest.raises(ZeroDivisionError):
+        with InMemorySnapshot(model, optim) as snap:
+            train(snap, model, optim, 2)
+            kept, session = values(model, optim), snap._session
+            seal = session.rank.smp.sealing.seal
+            monkeypatch.setattr(session.rank.smp.sealing, "seal", slow)
+            monkeypatch.setattr(session.protecting.layouts, "stop_reserving", never_ends)
+            model(torch.ones(2, 4)).sum().backward()
+            raise ZeroDivisionError
+    assert "made ready" in caplog.text and "not sealed" not in caplog.text
+    assert_goes_on(2, kept)
 
 
 def test_where_the_time_of_a_run_went_is_known_across_restarts(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
