@@ -171,8 +171,7 @@ class SnapshotHook:
     def sealed_step(self) -> int | None:
         """The newest step whose snapshot is sealed on every node, as far as the ranks have agreed: where a restart goes
         back to if only processes crashed. None if there is none, and before entering."""
-        ledger = self._entered.protecting.ledger if self._entered is not None else None
-        newest = ledger and (ledger.sealed or ledger.protected)
+        newest = self._entered.protecting.ledger.newest if self._entered is not None else None
         return newest.step if newest else None
 
     def track(
@@ -632,9 +631,9 @@ class Session:
     def _say_what_is_kept(self) -> None:
         if self.rank.agreement.rank:
             return
-        copy, ledger = self.protecting.newest, self.protecting.ledger
-        is_sealed = copy is not None and copy.state is CopyState.SEALED
-        newest = copy.snapshot if copy is not None and is_sealed else ledger.sealed or ledger.protected
+        copy, newest = self.protecting.newest, self.protecting.ledger.newest
+        if copy is not None and copy.state is CopyState.SEALED:
+            newest = copy.snapshot
         log.warning(
             "the loop was left before its end, so the job's snapshots stay in memory for the next start (the newest: "
             "%s). If training is over, say snap.finish() before the block ends",

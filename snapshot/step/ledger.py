@@ -94,6 +94,11 @@ class Ledger:
         return tuple(sorted(held))
 
     @property
+    def newest(self) -> SnapshotId | None:
+        """The newest snapshot that is sealed on every node."""
+        return self.sealed or self.restored or self.protected
+
+    @property
     def with_parity(self) -> tuple[SnapshotId, ...]:
         """The snapshots of `keep` whose parity must stay, or is being made."""
         if self.protect_every == 1:

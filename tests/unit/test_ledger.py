@@ -277,3 +277,13 @@ def test_what_was_restored_without_all_of_its_parity_is_not_reported_as_protecte
     assert ledger.protected is None and ledger.keep == (at(5),)
     assert ledger.begin(at(6)).settle([FAILED]).protected is None
     assert ledger.begin(at(6)).settle([PROTECTED]).protected == at(6)
+
+
+def test_what_was_restored_is_the_newest_until_a_younger_one_is_sealed() -> None:
+    assert Ledger.after(3, None, None).newest is None
+    assert Ledger.after(3, at(8), at(8)).newest == at(8)
+    restored = Ledger.after(3, at(10), at(8))
+    assert restored.newest == at(10)
+    assert restored.repaired(RepairState.WHOLE).newest == at(10)
+    assert restored.begin(at(12)).settle([PENDING]).newest == at(10)
+    assert restored.begin(at(12)).settle([SEALED]).newest == at(12)
