@@ -320,8 +320,9 @@ MOST_DOUBLINGS = 8
 MEETING_DEADLINE_S = 15.0
 """How long training waits for the others at a meeting."""
 
-LOOK_EVERY_S = 0.02
-"""How often a rank at a meeting looks into the store, in seconds."""
+LOOK_EVERY_S, LOOK_PER_RANK_S = 0.02, 1e-4
+"""How often a rank at a meeting looks into the store, in seconds, and how much more seldom for each rank of the group:
+one thread of one process answers them all."""
 
 
 @dataclass(eq=False)
@@ -331,7 +332,11 @@ class Meeting:
 
     A rank that has lost the others announces a step that lies ahead of it. Once all ranks have announced one, they meet
     after the latest of these steps. Each rank has time to read it, because ranks that wait for each other in every step
-    are never more than one step apart. Nobody waits before that step. Uses `set`, `get` and `check` of the store.
+    are never more than one step apart. Nobody waits before that step.
+
+    Ranks are counted, and only the last one reads what all have announced: if each looked for all the others in every
+    step, the store of a thousand ranks would be busy with that for longer than a step takes. Uses `set`, `get`,
+    `multi_get`, `check` and `add` of the store.
     """
 
     _store: Any
@@ -351,14 +356,17 @@ class Meeting:
             come to it; then there will be another.
         """
         kind = f"round {self._round}"
+        at = f"{kind} at"
         if not self._said:
             self._store.set(f"{kind} of {self._rank}", str(step + (LEAD_STEPS << min(self._failed, MOST_DOUBLINGS))))
+            if self._store.add(kind, 1) == self._size:
+                keys = [f"{kind} of {rank}" for rank in range(self._size)]
+                self._store.set(at, str(max(map(int, self._store.multi_get(keys)))))
             self._said = True
         if self._at is None:
-            keys = self._keys(kind)
-            if not self._store.check(keys):
+            if not self._store.check([at]):
                 return None
-            self._at = max(int(self._store.get(key)) for key in keys)
+            self._at = int(self._store.get(at))
         if step < self._at:
             return None
         self._round, self._said, self._at = self._round + 1, False, None
@@ -374,19 +382,16 @@ class Meeting:
         returns the same as `come`."""
         return "end" if self._all_here("end", deadline_s) else None
 
-    def _keys(self, kind: str) -> list[str]:
-        return [f"{kind} of {rank}" for rank in range(self._size)]
-
     def _all_here(self, kind: str, deadline_s: float) -> bool:
         limit = self._clock.monotonic() + deadline_s
-        over = f"{kind} over"
+        everyone, over = f"{kind} all", f"{kind} over"
         if self._store.check([over]):
             return False
-        self._store.set(f"{kind} of {self._rank}", "")
-        keys: Sequence[str] = self._keys(kind)
-        while not self._store.check(list(keys)):
+        if self._store.add(kind, 1) == self._size:
+            self._store.set(everyone, "")
+        while not self._store.check([everyone]):
             if self._clock.monotonic() > limit or self._store.check([over]):
                 self._store.set(over, "")  # ranks that come later must not wait for those that have gone
                 return False
-            self._clock.sleep(LOOK_EVERY_S)
+            self._clock.sleep(LOOK_EVERY_S + LOOK_PER_RANK_S * self._size)
         return True
