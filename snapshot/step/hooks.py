@@ -100,9 +100,10 @@ class ForwardHooks:
         self._undo = replaced(torch.jit._recursive, "create_script_module", self._scripted)
 
     def remove(self) -> None:
-        """Take them off again."""
+        """Take them off again, for good: what others had replaced since then may still call `_scripted`."""
         self._undo()
         self._take_off()
+        self._modules = ()
 
     def _put_on(self) -> None:
         module = torch.nn.Module  # its methods take compiled modules, too, whose own ones refuse

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.jit._recursive
 from torch.amp.grad_scaler import GradScaler
 
 from holdfast import InMemorySnapshot
 from holdfast.snapshot.step.boundary import Boundary
+from holdfast.snapshot.step.hooks import ForwardHooks
 
 STEP = ["before", "after"]
 
@@ -607,3 +609,12 @@ def test_two_boundaries_on_the_same_objects_come_off_in_turn(scaler: GradScaler)
     optim.step()
     assert (first.take(), second.take()) == ([], [])
     assert "step" not in vars(optim) and "step" not in vars(scaler)
+
+
+def test_hooks_that_do_not_come_off_in_turn_are_not_put_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.jit._recursive, "create_script_module", torch.jit._recursive.create_script_module)
+    modules = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for each in [ForwardHooks([module], lambda *_: None, lambda *_: None) for module in modules]:
+        each.remove()
+    torch.jit.script(torch.nn.Linear(2, 2))
+    assert not any(module._forward_pre_hooks for module in modules)
