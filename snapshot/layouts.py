@@ -13,15 +13,19 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.smp_daemon.shared.errors import SmpUnavailable, failure_of
+from holdfast.smp_daemon.shared.errors import ConfigError, SmpUnavailable, StateMismatch, failure_of
 from holdfast.smp_daemon.shared.identity import Run
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
+from holdfast.smp_daemon.shared.slotfile import SlotFormat
 from holdfast.snapshot.interval.control import IntervalController
 from holdfast.snapshot.options import Options
 from holdfast.snapshot.rank import Rank
 from holdfast.snapshot.resume.reserve import AWAY, REFUSED, Reserving, lay_out, raise_together
 from holdfast.snapshot.step.capture import Capture
+
+MOST_DOUBLINGS = 10
+"""How often the number of steps is doubled after which a state is tried again that could not be captured."""
 
 log = get_log(__name__)
 
@@ -53,6 +57,8 @@ class Layouts:
     _was_attempted: bool = False  # in this epoch: the next attempt begins another
     _reserving: Reserving | None = None  # set until every rank may use all slots
     _usable: int = 0  # number of slots that every rank may use
+    _unplanned: int = 0  # how often in a row the state could not be captured
+    _not_before: int = 0  # the step from which that is tried again: to compare replicas takes a read of the state
 
     @property
     def is_reserving(self) -> bool:
@@ -93,18 +99,23 @@ class Layouts:
     def begin_anew(self) -> None:
         """Ranks that had lost each other have met: plan another layout, in another epoch."""
         self._was_attempted, self.is_planned, self.fits = True, False, True
+        self._unplanned = self._not_before = 0  # ranks may have counted otherwise
         self.stop_reserving()
 
     def configure(self) -> bool:
         """Agree on a layout for the state as it is now, and reserve it. A collective call.
 
         Every change of layout, and every attempt at one, is an epoch of its own; earlier snapshots stay until a new one
-        is protected. Returns False, on every rank, if an SMP is away: then it must be tried again.
+        is protected. Returns False, on every rank, if an SMP is away, or if the state, of which there were snapshots
+        before, cannot be captured as it is now: then it must be tried again.
         """
         progress = self._rank.progress
+        if progress.step < self._not_before:
+            return False
         failure = failure_of(lambda: self._rank.smp.attach(progress.epoch, self._wait_for_copies), SmpUnavailable)
         if self._rank.agreement.everywhere(failure is None):
-            form = self._capture.plan(SnapshotId(progress.epoch, progress.step))
+            if (form := self._plan()) is None:
+                return False
             if self._was_attempted:
                 progress.enter(progress.epoch + 1)
             self._was_attempted = True
@@ -114,6 +125,25 @@ class Layouts:
                 return True
         self._without_smp(failure or SmpUnavailable("the SMP of another node is away"))
         return False
+
+    def _plan(self) -> SlotFormat | None:
+        """See `Capture.plan`. Returns None, on every rank, if one cannot capture its state, and could before."""
+        step, form, problem = self._rank.progress.step, None, ""
+        try:
+            form = self._capture.plan(SnapshotId(self._rank.progress.epoch, step))
+        except (ConfigError, StateMismatch) as error:
+            if self._options.strict or not self.was_usable:
+                raise
+            problem = str(error)
+        if self._rank.agreement.everywhere(form is not None):
+            self._unplanned = 0
+            return form
+        self._unplanned += 1
+        self._not_before = step + (1 << min(self._unplanned, MOST_DOUBLINGS))
+        text = "no snapshot of step %d, and no new layout: %s"
+        why = problem or "the state of another rank cannot be captured"
+        self._episodes.begin("capture", text, step, why, level=logging.ERROR)
+        return None
 
     def _without_smp(self, failure: SmpUnavailable) -> None:
         """Log that there is no layout for now. Raises `failure` if the hook is strict."""

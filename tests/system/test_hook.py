@@ -757,6 +757,27 @@ def test_state_that_cannot_be_captured_later_does_not_disturb_the_loop(arena: Pa
         assert snap.protected_step == 7
 
 
+def test_state_that_cannot_be_captured_as_it_grows_is_tried_again(
+    arena: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held: list[Any] = [1]
+    model, optim = small()
+    snap = InMemorySnapshot(model, optim)
+    snap.track("held", lambda: held[0], lambda value: None)
+    with snap:
+        train(snap, model, optim, 3)
+        held[0] = object()
+        model.register_buffer("grown", torch.ones(3))
+        train(snap, model, optim, 5)
+        assert snap.protected_step == 2
+        held[0] = 2
+        train(snap, model, optim, 8)
+        assert snap.protected_step == 15
+    [told] = [line for line in caplog.messages if "no new layout" in line]
+    assert "tracked.held" in told
+    assert "no more snapshots" not in caplog.text
+
+
 def test_the_hooks_are_gone_after_the_block(arena: Path) -> None:
     model, optim = small()
     with InMemorySnapshot(model, optim) as snap:
