@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import time
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from holdfast.scratch import Scratch
+from holdfast.sessions import trial_environment
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.processes import own_command, own_environment
 
@@ -66,7 +66,7 @@ class Launcher:
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair()
         environment = (
-            os.environ
+            trial_environment()
             | {
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",

@@ -14,6 +14,7 @@ from typing import IO
 
 from holdfast.chaos.accounting import disk_bytes_written, wait_until_dead
 from holdfast.chaos.runner import LocalNode, Wiring, within
+from holdfast.sessions import trial_environment
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import Owner
 from holdfast.smp_daemon.shared.processes import own_environment
@@ -64,7 +65,7 @@ class VirtualNode(LocalNode):
         environment = (
             {"HOLDFAST_PRIORITY": "normal"}  # all nodes share this machine's cores, which are never idle
             | {"HOLDFAST_GRACE": "0"}  # here a signal is a fault, not the notice that a node goes away
-            | os.environ
+            | trial_environment()
             | {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.memory)}
             | wiring.environment(self.who)
             | (settings or {})

@@ -10,7 +10,6 @@ undisturbed run at the same step. After that, the model's outputs and all gradie
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -380,7 +379,7 @@ def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], Non
     notes.mkdir()
     arena = folder / f"arena{min(number, 2)}"  # the last three runs are one job
     orders = AuditOrders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
-    environment = os.environ | orders.to_environment()
+    environment = sessions.trial_environment() | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_EVERY": "1"}
     environment |= {DRIFT_ENV: "accept"}  # drift is reported, so the run must not be refused
     # The runs that are compared iterate over sets of strings in the same order. The second undisturbed run uses another

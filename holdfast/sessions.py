@@ -11,12 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded
+from holdfast.smp_daemon.shared.settings import GIVE_UP, PERSIST, REQUIRE, RESTORE_STEP, RUN
 
 TAIL_LINES = 60
 
-
 LOOK_EVERY_S = 1.0
 """Interval between calls of `meanwhile` in `run`, in seconds."""
+
+
+GOES_ON_FROM = frozenset(each.variable for each in (PERSIST, RUN, GIVE_UP, RESTORE_STEP, REQUIRE))
+"""Variables that say what a start goes on from, and where that is persisted."""
+
+
+def trial_environment() -> dict[str, str]:
+    """This process's environment, for a job that is only tried: it begins from nothing, and persists nothing."""
+    return {name: text for name, text in os.environ.items() if name not in GOES_ON_FROM}
 
 
 def run(

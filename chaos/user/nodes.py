@@ -3,7 +3,6 @@ SMP."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,6 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.snapshot.state.audit import AuditOrders
 
 JOB = "chaos"
-END_DEADLINE_S = 10.0
 
 
 class CommandNode(LocalNode):
@@ -35,7 +33,7 @@ class CommandNode(LocalNode):
         else:
             ours["HOLDFAST_HOST"] = loopback_of(self.name)
         orders = AuditOrders(str(self._folder / "notes"), plan.steps)
-        environment = os.environ | orders.to_environment() | ours | extra
+        environment = sessions.trial_environment() | orders.to_environment() | ours | extra
         self._process = sessions.start(plan.command, environment, self._folder / "log")
 
     @property
@@ -59,7 +57,7 @@ class CommandNode(LocalNode):
         """SIGKILL only the process that was started, not its children."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(END_DEADLINE_S)
+            self._process.wait()  # without a deadline: it gives back all that it has mapped first
 
     @property
     def pid(self) -> int:

@@ -26,7 +26,7 @@ from holdfast.chaos.user.command import (
     draw,
     judge,
 )
-from holdfast.chaos.user.nodes import END_DEADLINE_S, JOB, CommandNode
+from holdfast.chaos.user.nodes import JOB, CommandNode
 from holdfast.scratch import Scratch
 from holdfast.sessions import tail
 from holdfast.smp_daemon.ops.overview import look
@@ -41,6 +41,7 @@ PATIENCE_OF_SEVERAL_S = 90.0
 where other processes may be killed, such as raylets, since these must be started again."""
 
 LOOK_EVERY_S = 0.5
+END_DEADLINE_S = 10.0
 SAFE_DEADLINE_S = 20.0
 SIGNALS = {"kill-trainer": signal.SIGKILL, "term-trainer": signal.SIGTERM, "segv-trainer": signal.SIGSEGV}
 

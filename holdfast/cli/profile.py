@@ -90,7 +90,7 @@ def run(plan: ProfilePlan) -> Measured:
     with Scratch("profile") as scratch:
         folder = scratch.path
         log = folder / "log"
-        environment = os.environ | RecordingOrders(str(written), plan.steps).to_environment()
+        environment = sessions.trial_environment() | RecordingOrders(str(written), plan.steps).to_environment()
         environment |= {ARENA_ENV: str(folder / "arena"), "HOLDFAST_JOB": "profile"}
         try:
             status = sessions.run(plan.command, environment, log, plan.deadline_s, "command")

@@ -198,6 +198,24 @@ def test_where_json_goes_is_read_from_a_command_line_that_is_wrong() -> None:
     assert json_target([]) is None
 
 
+TELL = "import os, sys; sys.exit(' '.join(name for name in os.environ if name.startswith('HOLDFAST_')))"
+"""A training command that ends at once, and says which variables it has."""
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("command", ["audit", "profile", "chaos run"])
+def test_a_job_that_is_only_tried_has_nothing_to_do_with_the_real_one(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go back to what the last trial has persisted, and be refused where nothing is to go back to."""
+    for name in ("PERSIST", "REQUIRE", "RUN", "RESTORE_STEP", "GIVE_UP", "MEMORY"):
+        monkeypatch.setenv(f"HOLDFAST_{name}", "1GB")
+    assert main([*command.split(), "--", sys.executable, "-c", TELL]) == FAILED
+    names = set(capsys.readouterr().err.split())
+    assert {"HOLDFAST_MEMORY", "HOLDFAST_JOB"} <= names
+    assert not names & {f"HOLDFAST_{name}" for name in ("PERSIST", "REQUIRE", "RUN", "RESTORE_STEP", "GIVE_UP")}
+
+
 def test_the_bare_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == WRONG
     assert "COMMAND" in capsys.readouterr().err
