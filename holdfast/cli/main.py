@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from functools import partial
 
 from holdfast import __version__
 from holdfast.cli import (
@@ -24,7 +24,7 @@ from holdfast.cli import (
 )
 from holdfast.cli.arguments import Parser
 from holdfast.cli.lifetime import run_to_the_end
-from holdfast.cli.output import report
+from holdfast.cli.output import json_target, report
 
 COMMANDS = (demo, audit, status, smp, drain, give_up, export, gc, deploy, doctor, bench, chaos, plan, profile)
 
@@ -37,21 +37,28 @@ def main(arguments: list[str] | None = None, parser: Parser | None = None) -> in
         parser: of another program that is to end as this one does; its options set ``run``, as those of commands do.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    return run_to_the_end(partial(run, words, parser), lambda error: report(error, words))
+    target = json_target(words)  # until it is parsed: a --json may also be one of the user's own command
+
+    def work() -> int:
+        nonlocal target
+        parsed = parse(words, parser or make_parser())
+        target = getattr(parsed, "json", None)
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()  # now, while a write error can still be reported
+        return status
+
+    return run_to_the_end(work, lambda error: report(error, target))
 
 
-def run(words: list[str], parser: Parser | None = None) -> int:
-    """Run the command; return its exit status. Raises whatever ends the command."""
+def parse(words: list[str], parser: Parser) -> argparse.Namespace:
+    """The words as the parser reads them, with those after ``--`` as `command`. Raises `ConfigError`."""
     cut = words.index("--") if "--" in words else len(words)
-    parser = parser or make_parser()
     parsed = parser.parse_args(words[:cut])
     if cut < len(words):
         if "command" not in parsed:
             parser.error(f"no command is taken here after --: {' '.join(words[cut + 1 :])}")
         parsed.command = words[cut + 1 :]
-    status: int = parsed.run(parsed)
-    sys.stdout.flush()  # now, while a write error can still be reported
-    return status
+    return parsed
 
 
 def make_parser() -> Parser:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,8 @@ def write_json(target: str | None, data: Any) -> None:
         Path(target).write_text(text)
 
 
-def report(error: BaseException, words: Sequence[str]) -> int:
-    """Report what ended a command, for people and, if its `words` ask for it, as JSON. Returns the exit status.
+def report(error: BaseException, target: str | None) -> int:
+    """Report what ended a command, for people and, to `target`, as JSON: see `write_json`. Returns the exit status.
 
     Any error other than a `HoldfastError`, an error of the system or a signal is a bug, and is raised again.
     """
@@ -87,12 +88,8 @@ def report(error: BaseException, words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone: discard the rest of the output
         return status
     print(f"holdfast: {message}", file=sys.stderr)
-    target = json_target(words)
-    if target is not None:
-        try:
-            write_json(target, {"error": {"kind": kind, "message": message, "status": status}})
-        except OSError:
-            pass  # the error may be about this very file
+    with suppress(OSError):  # the error may be about this very file
+        write_json(target, {"error": {"kind": kind, "message": message, "status": status}})
     return status
 
 

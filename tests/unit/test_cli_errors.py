@@ -198,6 +198,13 @@ def test_where_json_goes_is_read_from_a_command_line_that_is_wrong() -> None:
     assert json_target([]) is None
 
 
+def test_a_json_file_of_the_users_command_is_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "results.json"
+    theirs.write_text("mine")
+    assert main(["audit", "--steps", "1", "python", "train.py", "--json", str(theirs)]) == WRONG
+    assert theirs.read_text() == "mine"
+
+
 TELL = "import os, sys; sys.exit(' '.join(name for name in os.environ if name.startswith('HOLDFAST_')))"
 """A training command that ends at once, and says which variables it has."""
 
