@@ -25,10 +25,12 @@ from holdfast.checks import Facts, Finding, Mount, NetworkCard, Secrets, Verdict
 from holdfast.ec import choose_codec, describe_auto
 from holdfast.ec.backends import BACKENDS
 from holdfast.report import Report
+from holdfast.smp_daemon.shared.addresses import LOOPBACK
 from holdfast.smp_daemon.shared.credentials import TLS_ENVS, TOKEN_ENV, TOKEN_FILE_ENV, check_certificates, load
 from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.memory import cgroup_memory, text_of
 from holdfast.smp_daemon.shared.paths import arena_base
+from holdfast.smp_daemon.shared.plain import Address
 from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.settings import HOST, HTTP, INSECURE, TLS_NAME
 from holdfast.smp_daemon.shared.transport import is_compiled
@@ -86,7 +88,7 @@ def gather() -> Facts:
         receives=is_compiled(),
         host=host,
         insecure=INSECURE.value(),
-        bindings=_bindings(host, HTTP.text()),
+        bindings=_bindings(host, HTTP.value()),
         cards=network_cards(),
         clock=text_of(SYS / "devices/system/clocksource/clocksource0/current_clocksource"),
         synchronised=_is_synchronised(),
@@ -152,11 +154,10 @@ def why_not_bound(host: str, port: int) -> str:
     return ""
 
 
-def _bindings(host: str, http: str) -> dict[str, str]:
-    wanted = {("127.0.0.1", 0): None, **{(each.strip(), 0): None for each in host.split(",")}}
-    address, _, port = http.rpartition(":")
-    if port.isdigit():
-        wanted[address or "127.0.0.1", int(port)] = None
+def _bindings(host: str, http: Address | None) -> dict[str, str]:
+    wanted = dict.fromkeys([(LOOPBACK, 0), *((each.strip(), 0) for each in host.split(","))])
+    if http is not None and http[1]:
+        wanted[http] = None
     return {f"{address}:{port}": why_not_bound(address, port) for address, port in wanted}
 
 

@@ -110,6 +110,6 @@ def parse_http(text: str) -> Address | None:
 def _host_and_port(text: str) -> Address | None:
     """Of ``HOST:PORT``, or of ``PORT`` with an empty host; None if it is neither."""
     host, colon, port = text.rpartition(":")
-    if not port.isdigit() or not 0 < int(port) <= MAX_PORT or bool(host) != bool(colon):
+    if not port.isdecimal() or not 0 < int(port) <= MAX_PORT or bool(host) != bool(colon):
         return None
     return host, int(port)

@@ -223,6 +223,15 @@ def test_a_job_that_is_only_tried_has_nothing_to_do_with_the_real_one(
     assert not names & {f"HOLDFAST_{name}" for name in ("PERSIST", "REQUIRE", "RUN", "RESTORE_STEP", "GIVE_UP")}
 
 
+def test_a_port_that_is_none_is_told_by_the_doctor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for port in ("99999", "²"):
+        monkeypatch.setenv("HOLDFAST_HTTP", port)
+        assert main(["doctor"]) == WRONG
+        assert f"HOLDFAST_HTTP): '{port}'" in capsys.readouterr().err
+
+
 def test_the_bare_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == WRONG
     assert "COMMAND" in capsys.readouterr().err
