@@ -260,7 +260,7 @@ def _failures(parsed: argparse.Namespace, nodes: int) -> FailureModel:
     prior = from_profile(profile(parsed.failures), parsed.mtbf)
     if parsed.log is None:
         return prior
-    incidents = parse_log(_read("--log", parsed.log))
+    incidents = parse_log(_text_of(parsed.log))
     span_s = parsed.log_span or span(incidents)
     estimate = learn(incidents, parsed.log_nodes if parsed.log_nodes is not None else nodes, span_s, prior)
     seen = ", ".join(f"{kind} {estimate.events[kind]}" for kind in CLASSES)
@@ -282,8 +282,8 @@ def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
     )
 
 
-def _read(option: str, path: Path) -> str:
+def _text_of(log: Path) -> str:
     try:
-        return path.read_text()
+        return log.read_text("utf-8-sig")  # spreadsheets write a mark before the header
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {path}: {error}; give a text file that can be read") from error
+        raise ConfigError(f"--log {log}: {error}; give a text file that can be read") from error

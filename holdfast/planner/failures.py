@@ -116,7 +116,13 @@ def parse_log(text: str) -> tuple[Incident, ...]:
     Raises:
         ConfigError: the log is empty, or a line cannot be read; the message says which, and why.
     """
-    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    try:
+        return _incidents(csv.DictReader(io.StringIO(text), skipinitialspace=True))
+    except csv.Error as error:
+        raise ConfigError(f"failure log: it is not CSV: {error}; look for a quote that is not closed") from error
+
+
+def _incidents(reader: csv.DictReader[str]) -> tuple[Incident, ...]:
     columns = [name.strip() for name in reader.fieldnames or ()]
     reader.fieldnames = columns
     times = [name for name in columns if name in ("time", *_TIME_UNITS)]

@@ -232,6 +232,12 @@ def test_a_port_that_is_none_is_told_by_the_doctor(
         assert f"HOLDFAST_HTTP): '{port}'" in capsys.readouterr().err
 
 
+def test_a_log_of_failures_may_come_from_a_spreadsheet(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("time_h,class\n1,process\n9,process\n", "utf-8-sig")
+    assert main(["plan", "--step", "12s", "--state", "1GB", "--nodes", "2", "--log", str(log)]) == 0
+
+
 def test_the_bare_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == WRONG
     assert "COMMAND" in capsys.readouterr().err

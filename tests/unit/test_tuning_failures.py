@@ -85,6 +85,7 @@ def test_a_log_is_read_by_class_or_by_cause() -> None:
         ("time_h,class\n3,bad luck\n", "line 2: 'bad luck'"),
         ("time_h,cause\n3,gremlins\n", "line 2: 'gremlins'"),
         ("time_h,class,nodes\n3,memory,0\n", "line 2: nodes is 0"),
+        (f'time_h,cause\n3,"cooling\n{200_000 * "x"}', "not CSV.*quote"),
     ],
 )
 def test_a_log_that_cannot_be_read_is_refused_with_its_line(text: str, message: str) -> None:
