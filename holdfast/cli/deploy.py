@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from importlib import resources
@@ -24,7 +25,7 @@ MONITORING = ("alerts.yml", "grafana.json")
 ALERTS = {
     "old": ("> 900", "> {:g}", "15min", "least age of a safe snapshot that HoldfastSnapshotOld tells of"),
     "idle": ("> 600", "> {:g}", "10min", "how long no trainer may be connected before HoldfastNoTrainer"),
-    "scraped_as": ('job="holdfast"', 'job="{}"', "holdfast", "the name under which Prometheus scrapes SMPs"),
+    "scraped_as": ('job="holdfast"', "job={}", "holdfast", "the name under which Prometheus scrapes SMPs"),
 }
 """What ``deploy prometheus`` fills into alerts.yml, by option: what stands there, and the form of what replaces it."""
 
@@ -48,7 +49,7 @@ def add(commands: Any) -> None:
     )
     deploy.add_argument("--force", action="store_true", help="overwrite files that are there")
     for name, (_, form, default, what) in ALERTS.items():
-        kind, metavar = (some_time, "TIME") if ":g" in form else (str, "NAME")
+        kind, metavar = (some_time, "TIME") if ":g" in form else (json.dumps, "NAME")  # a string in quotes
         option = f"--{name.replace('_', '-')}"
         deploy.add_argument(option, type=kind, metavar=metavar, help=f"prometheus: {what} (default {default})")
     deploy.set_defaults(run=_deploy)
@@ -65,7 +66,7 @@ def _deploy(parsed: argparse.Namespace) -> int:
             rules = parsed.to / "alerts.yml"
             files[rules] = files[rules].replace(there, form.format(value))
     try:
-        others = [path for path, text in files.items() if path.exists() and path.read_text() != text]
+        others = [path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()]
         if others and not parsed.force:
             raise ConfigError(
                 f"{', '.join(map(str, others))}: there already, and different; say --force to overwrite, or choose "

@@ -520,6 +520,8 @@ def test_what_differs_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureF
     assert [path.name for path in tmp_path.iterdir()] == ["prolog.sh"], "nothing is half done"
     assert main(["deploy", "slurm", "--to", str(tmp_path), "--force"]) == 0
     assert "mine" not in (tmp_path / "prolog.sh").read_text()
+    (tmp_path / "prolog.sh").write_bytes(b"\xff")
+    assert main(["deploy", "slurm", "--to", str(tmp_path)]) == 2
     (tmp_path / "file").touch()
     assert main(["deploy", "slurm", "--to", str(tmp_path / "file")]) == 2
     said = capsys.readouterr().err
