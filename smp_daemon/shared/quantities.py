@@ -90,7 +90,7 @@ def duration(seconds: float) -> str:
     """Format a time, to three digits."""
     for unit, scale in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if float(number := f"{seconds / scale:.3g}") >= 1:  # once rounded: 0.9996 s is 1 s, and not 1e+03 ms
-            return f"{number} {unit}"
+            return f"{float(number):g} {unit}"  # and 1000 d, not 1e+03 d
     return f"{seconds * 1e3:.3g} ms"
 
 

@@ -146,6 +146,7 @@ def test_deadlines_refuse_a_number_without_a_unit() -> None:
         (59.98, "1 min"),
         (3599.9, "1 h"),
         (0.0, "0 ms"),
+        (3650 * 86400.0, "3650 d"),
     ],
 )
 def test_a_time_that_is_rounded_up_gets_the_next_unit(seconds: float, text: str) -> None:
@@ -153,7 +154,7 @@ def test_a_time_that_is_rounded_up_gets_the_next_unit(seconds: float, text: str)
 
 
 def test_what_is_written_can_be_read() -> None:
-    for seconds in (0.25, 1.5, 90.0, 300.0, 7200.0, 864000.0):
+    for seconds in (0.25, 1.5, 90.0, 300.0, 7200.0, 864000.0, 1e9):
         assert parse_time(duration(seconds)) == pytest.approx(seconds, rel=0.01)
     for count in (0.0, 12.0, 5e6, 64e9, 999.4e9, 1.5e12):
         assert parse_size(amount(count)) == pytest.approx(count, rel=0.01)
