@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import psutil
 
 from holdfast import scratch
 from holdfast.smp_daemon.shared.errors import DeadlineExceeded
+from holdfast.smp_daemon.shared.limits import slowest_s
 from holdfast.smp_daemon.shared.paths import BEGUN, arena_base, files_below, folders_with, known_owner
 from holdfast.smp_daemon.shared.processes import await_end
+from holdfast.smp_daemon.shared.quantities import duration
 from holdfast.smp_daemon.shared.spawn import delete, is_arena, running_process, user_of
 
 STOP_DEADLINE_S = 10.0
-"""How long a killed process may take to end, in seconds: it gives all its memory back first."""
+"""How long a killed process may take to end, in seconds, beside the time for the memory that it has mapped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +97,23 @@ def remove(leftover: Leftover, *, zero: bool = False) -> None:
         ConfigError: something in the folder cannot be removed; the message names it.
     """
     for smp in leftover.smps:
-        end(smp)
+        end(smp, leftover.bytes)
     delete(leftover.path, zero=zero)
 
 
-def end(process: psutil.Process) -> None:
-    """Kill a process and wait until it has ended. It need not be reaped: not every container's init reaps.
+def end(process: psutil.Process, mapped_bytes: int = 0) -> None:
+    """Kill a process and wait until it has ended. It need not be reaped: not every container's init reaps. The kernel
+    first takes apart what it has mapped, about 3 GB a second.
 
     Raises:
         DeadlineExceeded: it does not end.
     """
-    try:
+    deadline_s = STOP_DEADLINE_S + slowest_s(mapped_bytes)
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended already
         ended = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    try:
-        process.kill()
-        if not await_end(ended, STOP_DEADLINE_S):
-            raise DeadlineExceeded(f"process {process.pid} did not end within {STOP_DEADLINE_S:.0f} s")
-    except psutil.NoSuchProcess:
-        pass  # it has ended already
-    finally:
-        os.close(ended)
+        try:
+            process.kill()
+            if not await_end(ended, deadline_s):
+                raise DeadlineExceeded(f"process {process.pid} did not end within {duration(deadline_s)}")
+        finally:
+            os.close(ended)

@@ -160,10 +160,11 @@ class SmpConnection:
         if self._process is None:
             raise SmpUnavailable(f"the process of the SMP of {self.arena} is gone, or of another pid namespace")
         try:
+            limit_s = CALL_DEADLINE_S + slowest_s(self._bytes_of("*"))  # it gives all its memory back first
             with suppress(SmpUnavailable):  # the SMP may end before it sends its answer
                 self._call(message)
-            if not self.system.await_end(self._process, CALL_DEADLINE_S):
-                raise DeadlineExceeded(f"SMP {self.pid} did not end within {CALL_DEADLINE_S:.0f} s")
+            if not self.system.await_end(self._process, limit_s):
+                raise DeadlineExceeded(f"SMP {self.pid} did not end within {limit_s:.0f} s")
             owner = known_owner(self.arena, self.system) if removes else None
             if owner is not None and owner.pid == self.pid:  # else a successor has come to the same place already
                 raise SmpUnavailable(f"SMP {self.pid} ended and left {self.arena} behind")
@@ -216,6 +217,13 @@ class SmpConnection:
             stream.close()
             raise ProtocolError("the SMP sent bytes that were not requested")
         return reply
+
+    def _bytes_of(self, names: str) -> int:
+        length = 0
+        for path in self.arena.glob(names):
+            with suppress(FileNotFoundError):  # it is deleted meanwhile
+                length += path.stat().st_size
+        return length
 
     def _told(self, error: HoldfastError) -> str:
         """What to tell of a connection that failed: whose it was, and what to do."""
@@ -547,13 +555,6 @@ class SmpClient(SmpConnection):
     def _read_deadline(self, names: str) -> float:
         """Timeout for an SMP to read the files of its arena with such names."""
         return move_deadline(self._bytes_of(names))
-
-    def _bytes_of(self, names: str) -> int:
-        length = 0
-        for path in self.arena.glob(names):
-            with suppress(FileNotFoundError):  # it is deleted meanwhile
-                length += path.stat().st_size
-        return length
 
     def finish(self, epoch: int) -> None:
         """Report that the job has ended well. The SMP removes its arena and ends; blocks until it has.

@@ -20,9 +20,11 @@ from typing import Any
 import psutil
 import pytest
 
+from holdfast import leftovers
 from holdfast.cli.main import main
 from holdfast.cli.output import FAILED, NOT_FOUND
 from holdfast.leftovers import find_leftovers, remove
+from holdfast.smp_daemon.shared import client as client_module
 from holdfast.smp_daemon.shared import spawn
 from holdfast.smp_daemon.shared.board import Board
 from holdfast.smp_daemon.shared.client import SmpClient
@@ -35,7 +37,7 @@ from holdfast.smp_daemon.shared.errors import (
 )
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.messages import Hello
-from holdfast.smp_daemon.shared.paths import ARENA_ENV, Owner, socket_path
+from holdfast.smp_daemon.shared.paths import ARENA_ENV, GONE, Owner, socket_path
 from holdfast.smp_daemon.shared.plain import decode_digested, to_plain
 from holdfast.smp_daemon.shared.priority import let_waker_go_on
 from holdfast.smp_daemon.shared.processes import await_end
@@ -580,6 +582,19 @@ class TestGc:
         assert (client.inventory().node, client.pid) == ("node0", live.pid)
         assert gc(base) == []
         finish(ground, base / "live")
+
+    @pytest.mark.parametrize("words", ["gc", "smp stop --remove"])
+    def test_an_smp_may_take_as_long_to_end_as_its_memory_does(
+        self, ground: Ground, base: Path, words: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The kernel takes apart about 3 GB a second, and gives back 1."""
+        owner = orphan(ground, base / "orphaned", "orphaned")
+        with (base / "orphaned" / f"{GONE}1.memory").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 29)
+        monkeypatch.setattr(leftovers, "await_end", lambda ended, limit_s: limit_s > 15 and await_end(ended, limit_s))
+        monkeypatch.setattr(client_module, "CALL_DEADLINE_S", 0.0)
+        assert main([*words.split(), "--arena", str(base), "--job", "orphaned"]) == 0
+        assert not is_running(owner.pid) and not (base / "orphaned").exists()
 
     def test_of_one_job_leaves_the_others(self, ground: Ground, base: Path, gc: Gc) -> None:
         for job in ("joba", "jobb"):
