@@ -14,7 +14,7 @@ from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import HoldfastError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import ArenaInUse, DeadlineExceeded, HoldfastError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_us, find_owners
 from holdfast.smp_daemon.shared.plain import Address
@@ -80,6 +80,8 @@ def _start(parsed: argparse.Namespace) -> int:
     own = smp_command(job, parsed.node or node_from_environment(), arena, HOST.text(environment))
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
+        if (running := running_owner(arena)) is not None:
+            raise ArenaInUse(f"SMP {running.pid} serves {arena} already: use it, or end it with `holdfast smp stop`")
         sys.stdout.flush()
         os.execve(command[0], command, own_environment())
     owner, is_new = found_or_started(command, arena)
@@ -102,9 +104,9 @@ def _stop(parsed: argparse.Namespace) -> int:
             client.stop(remove=parsed.remove, force=parsed.force)
         finally:
             client.close()
-    except SmpUnavailable as error:
-        if running_owner(arena) is not None:
-            raise SmpUnavailable(f"the SMP of {arena} runs and does not answer: {error}: kill it by its pid") from error
+    except (SmpUnavailable, DeadlineExceeded) as error:
+        if (running := running_owner(arena)) is not None:
+            raise SmpUnavailable(f"SMP {running.pid} runs and does not answer: {error}") from error
         if not arena.exists():
             raise NotFound(no_arena_message(job, arena)) from error
         dead = [each for each in find_leftovers(arena, job=job) if each.path == arena] if parsed.remove else []

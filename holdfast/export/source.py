@@ -14,7 +14,7 @@ from holdfast.smp_daemon.persist.reading import StoredShards, find_runs, runs_at
 from holdfast.smp_daemon.recovery.fetch import Fetcher, UnitSource
 from holdfast.smp_daemon.recovery.inventories import addresses_of, gather_inventories
 from holdfast.smp_daemon.shared.counters import Counters
-from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, Unrecoverable
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, NotFound, SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
@@ -101,7 +101,7 @@ def offers(url: str | None, job: str | None, arena: Path | None) -> list[Offers]
 
     Raises:
         NotFound: nothing of that job is there.
-        Refused: an SMP does not let this process in.
+        SmpUnavailable: no SMP of a job answers. Refused: one does not let this process in.
         ConfigError, PlaceError: the place cannot be used.
     """
     wanted = job or JOB.value()
@@ -167,13 +167,16 @@ def _offered(layout: Layout, snapshot: SnapshotId, why_not: str) -> Offered:
 
 
 def _inventories(job: str, arena: Path | None) -> list[Inventory]:
-    """What the job's SMPs hold: those on this machine, and all that these know of. Raises `Refused` if one of this
-    machine does not let this process in, and none answers."""
+    """What the job's SMPs hold: those on this machine, and all that these know of. Raises `SmpUnavailable` if none of
+    this machine answers: `Refused` if one does not let this process in."""
     owners, failures = [owner.control for owner in find_owners(arena, job)], dict[Address, HoldfastError]()
     here = gather_inventories(job, owners, failures=failures)
-    refused = next((error for error in failures.values() if isinstance(error, Refused)), None)
-    if refused is not None and not here:
-        raise refused
+    if not here:
+        refused = next((error for error in failures.values() if isinstance(error, Refused)), None)
+        raise refused or SmpUnavailable(
+            f"no SMP of job {job!r} answers on this machine: where it has ended, `holdfast smp start --job {job} "
+            "--detach` starts another, which takes over what it held"
+        )
     others = addresses_of([layout for inventory in here for layout in inventory.layouts.values()])
     known = {inventory.node: inventory for inventory in gather_inventories(job, sorted({*others} - {*owners}))}
     return list((known | {inventory.node: inventory for inventory in here}).values())

@@ -251,7 +251,7 @@ class Overview:
     def _safe(self) -> str:
         safest = self.safest
         if safest is None:
-            return "nothing is held yet"
+            return "nothing is held yet" if self.statuses else "no SMP answers that knows what is held"
         when = self._when(safest)
         what = f"step {safest.snapshot.step:,}"
         if safest.tolerates < 0:

@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded
 from holdfast.smp_daemon.shared.paths import read_owner
 from tests.access_kit import credentials, token_file
 from tests.deadlines import DEADLINE_S, await_that
-from tests.scripts import started
+from tests.scripts import completed, started
 from tests.smp_kit import JOB, DetachedSmp, Ground, Trainer, Watched, end, playground, read_line, run_on, suspend
 from tests.unit.test_damage import DAMAGE
 
@@ -114,6 +115,8 @@ def test_in_the_foreground_the_process_becomes_the_smp(ground: Ground, capsys: p
     with started(command) as process:
         assert json.loads(read_line(process.stdout))["ready"]["pid"] == process.pid
         assert smp(capsys, "status")[0] == 0
+        again = completed([*command, "--json", "-"])
+        assert again.returncode == WRONG and f"SMP {process.pid}" in json.loads(again.stdout)["error"]["message"]
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
     assert smp(capsys, "status")[0] == NOT_FOUND
@@ -129,7 +132,13 @@ def test_one_that_is_stopped_by_the_kernel_does_not_answer(
     assert (status, seen["running"], seen["answers"]) == (NO_ANSWER, True, False)
     overview = ["status", "--job", JOB, "--arena", str(arena(ground).parent)]
     assert main(overview) == 1 and "does not answer" in capsys.readouterr().out
+    assert main([*overview, "--json", "-"]) == 1
+    assert "no SMP answers" in json.loads(capsys.readouterr().out)[0]["safe"]
+    monkeypatch.setattr("holdfast.cli.smp.SmpClient", Mock(side_effect=DeadlineExceeded("it is silent")))
+    assert main(["smp", "stop"]) == NO_ANSWER
+    assert f"SMP {said['pid']} runs and does not answer: it is silent" in capsys.readouterr().err
     end(psutil.Process(said["pid"]))
+    assert main(["export", "--list"]) == NO_ANSWER and "smp start" in capsys.readouterr().err
     assert main(overview) == 1 and "has ended" in capsys.readouterr().out
 
 
