@@ -432,7 +432,7 @@ def commands() -> Iterator[str]:
     yield '```json\n{"error": {"kind": "NotFound", "message": "job my-run: there is no arena ...", "status": 3}}\n```'
     yield (
         "`kind` is the name of a Python error. Ctrl-C, SIGTERM and a closed terminal end all that a command started, "
-        "and remove its files. What a command left that was killed with SIGKILL, `holdfast gc` removes."
+        "and remove its files. What one that was killed with SIGKILL left in shared memory, `holdfast gc` removes."
     )
     found = list(leaves(parser))
     lines = {leaf.prog: [option(leaf, each) for each in leaf._actions if each.dest != "help"] for leaf, _ in found}
