@@ -60,10 +60,10 @@ def own_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     for name in FOLDERS:
         if not Path(environment.get(name, "/")).is_absolute():
             del environment[name]
-    here = Path.cwd()
+    here = Path("/proc/self/cwd").resolve()  # also once somebody has removed it
     entries = environment.pop("PYTHONPATH", "").split(os.pathsep)
     stay = [entry for entry in entries if Path(entry).is_absolute() and Path(entry).resolve() != here]
-    if HOME.resolve() in (here, *(Path(entry).resolve() for entry in (*sys.path[:1], *entries))):
+    if HOME.resolve() in (here, *((here / entry).resolve() for entry in (*sys.path[:1], *entries))):
         stay = list(dict.fromkeys([*stay, str(HOME)]))
     return environment | ({"PYTHONPATH": os.pathsep.join(stay)} if stay else {})
 

@@ -123,6 +123,16 @@ class TestTheEnvironment:
         assert own_environment(given) == {"PYTHONPATH": "/opt/a"}
         assert own_environment({"PYTHONPATH": "."}) == {}
 
+    def test_is_made_in_a_folder_that_somebody_has_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A job goes on in one, and may need another SMP."""
+        (tmp_path / "gone").mkdir()
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        assert own_environment({"PYTHONPATH": "src:/opt/a"}) == {"PYTHONPATH": "/opt/a"}
+
     def test_is_by_default_this_process_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", "src")
         assert own_environment() == {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
