@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.cli.arguments import input_file, rate, size, some_time
 from holdfast.cli.output import add_json, console_of, write_json
-from holdfast.cli.rates import add_interference, add_measured, add_rates, cores_here, fraction, read_measured, smp_of
+from holdfast.cli.rates import add_interference, add_measured, add_rates, cores_here, read_measured, share, smp_of
 from holdfast.planner.costs import Assumptions, Costs, assume, from_measured
 from holdfast.planner.failures import (
     CLASSES,
@@ -110,10 +110,13 @@ def add(commands: Any) -> None:
         "--rebuild", type=some_time, default="10min", metavar="TIME", help="from a lost node to the next step (10min)"
     )
     aims = plan.add_argument_group("what is wanted")
-    aims.add_argument("--overhead-budget", default="1%", metavar="SHARE", help="of training time; 0: any (default 1%%)")
+    aims.add_argument(
+        "--overhead-budget", type=share, default="1%", metavar="SHARE", help="of training time; 0: any (default 1%%)"
+    )
     aims.add_argument("--memory-budget", type=size, metavar="SIZE", help="shared memory of a node (default: any)")
     aims.add_argument(
         "--target-survival",
+        type=share,
         default="0.999",
         metavar="SHARE",
         help="of what is in memory, for 30 days (default 0.999)",
@@ -273,9 +276,9 @@ def _targets(parsed: argparse.Namespace, nodes: int) -> Targets:
         chosen = parse_protect(parsed.protect).for_nodes(nodes)
         code = (chosen.data, chosen.parity) if chosen.parity and nodes > 1 else (0, 0)
     return Targets(
-        overhead_budget=fraction("--overhead-budget", parsed.overhead_budget) or None,
+        overhead_budget=parsed.overhead_budget or None,
         memory_budget=parsed.memory_budget,
-        target_survival=fraction("--target-survival", parsed.target_survival),
+        target_survival=parsed.target_survival,
         code=code,
         generations=parsed.generations,
         seed=parsed.seed,

@@ -28,18 +28,14 @@ def _cores(text: str) -> float:
 
 
 @checked
-def _share(text: str) -> float:
-    return fraction("--interference", text)
-
-
-def fraction(option: str, text: str) -> float:
-    """Parse a share such as ``1%`` or ``0.01``. Raises `ConfigError`."""
+def share(text: str) -> float:
+    """A share such as ``1%`` or ``0.01``."""
     try:
         value = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
     except ValueError:
         value = -1.0
     if not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{option} {text}: give 0 to 1, or 0% to 100%, such as 0.01 or 1%")
+        raise ConfigError(f"{text!r}: give 0 to 1, or 0% to 100%, such as 0.01 or 1%")
     return value
 
 
@@ -63,7 +59,7 @@ def add_interference(options: Any) -> None:
     """Add ``--interference``."""
     options.add_argument(
         "--interference",
-        type=_share,
+        type=share,
         default=f"{INTERFERENCE:.0%}",
         metavar="SHARE",
         help="of the time of copying, sending and persisting that training loses; holdfast profile measures it on your "
