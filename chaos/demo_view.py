@@ -67,8 +67,8 @@ def show(console: Console, account: Account) -> None:
     plan = account.plan
     ranks = plan.nodes * plan.ranks_per_node
     console.print()
-    what = f", tensor parallel 2 x data parallel {ranks // 2}, bf16, dropout"
-    console.print(Text.assemble(("megatron-core GPT", "bold"), what))
+    parallel = f"tensor parallel 2 x data parallel {ranks // 2}" if plan.device == "cpu" else f"data parallel {ranks}"
+    console.print(Text.assemble(("megatron-core GPT", "bold"), f", {parallel}, bf16, dropout"))
     console.print(
         f"{plan.nodes} nodes x {plan.ranks_per_node} ranks, {_how_often(account)}, "
         f"protect {plan.code}{'' if plan.code == plan.protect else f' ({plan.protect})'}, seed {plan.seed}"
