@@ -14,6 +14,7 @@ from holdfast.smp_daemon.shared.errors import ConfigError
 from holdfast.smp_daemon.shared.limits import MAX_SLOTS, MIN_SLOTS, SLOTS_RULE
 from holdfast.smp_daemon.shared.paths import arena_path
 from holdfast.smp_daemon.shared.settings import (
+    AUDIT,
     DOMAINS,
     DRIFT,
     ELASTIC,
@@ -24,6 +25,7 @@ from holdfast.smp_daemon.shared.settings import (
     MAX_REPEATS,
     MTBF,
     OVERHEAD_BUDGET,
+    PROFILE,
     REQUIRE,
     RESTORE_STEP,
     RUN,
@@ -42,6 +44,9 @@ KINDS: Mapping[type, tuple[type, str]] = {
     float: (Real, "a number"),
 }
 """What is taken for a value of a type, and what to call it; a text is taken for a path, too."""
+
+TRIED = ("arena", "every", "restore_step", "require")
+"""What a command that only tries a job says itself, in the environment, whatever the script says."""
 
 
 class OptionsGiven(TypedDict, total=False):
@@ -109,7 +114,8 @@ class Options:
             kinds = tuple(each for each, _ in known)
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise ConfigError(f"{name}={value!r}: give {known[-1][1]}")
-        return cls(**kept)
+        tried = AUDIT.text() or PROFILE.text()
+        return cls(**{name: value for name, value in kept.items() if not tried or name not in TRIED})
 
     def __post_init__(self) -> None:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:

@@ -41,6 +41,17 @@ def test_an_option_of_another_type_is_refused_by_name(name: str) -> None:
         InMemorySnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1), **{name: WRONG[name]})
 
 
+@pytest.mark.parametrize("orders", ["HOLDFAST_AUDIT", "HOLDFAST_PROFILE"])
+def test_a_job_that_is_only_tried_is_given_an_arena_of_its_own(orders: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on with the snapshots of the real one, and remove them at its end."""
+    monkeypatch.setenv(orders, "{}")
+    monkeypatch.setenv("HOLDFAST_ARENA", "/dev/shm/scratch")
+    monkeypatch.setenv("HOLDFAST_EVERY", "1")
+    options = Options.given(job="j", arena="/dev/shm/real", every=10, restore_step=7, require="snapshot", slots=4)
+    assert options == Options(job="j", every=1, slots=4)
+    assert options.job_arena == Path("/dev/shm/scratch/j")
+
+
 def test_a_path_may_be_a_string_and_a_number_may_be_numpys() -> None:
     given = {"slots": 4, "every": 5, "protect_every": 2, "generations": 2, "deadline_s": np.float32(5), "elastic": None}
     numpys = {name: np.int64(value) if type(value) is int else value for name, value in given.items()}
