@@ -144,7 +144,8 @@ class Options:
                 "to be held while a new one is written: give 3 slots or more"
             )
         parse_protect(self.protect)
-        arena_path(self.job, self.arena)
+        # What is relative is so to the directory of now: a script may change it.
+        object.__setattr__(self, "arena", arena_path(self.job, self.arena).parent)
         DRIFT.value()
         LEAVE_ON.value()
 

@@ -71,7 +71,7 @@ def smp_arguments(parsed: argparse.Namespace) -> list[str]:
 
 def _start(parsed: argparse.Namespace) -> int:
     job = parsed.job or job_from_environment()
-    arena = arena_path(job, parsed.arena).absolute()
+    arena = arena_path(job, parsed.arena)
     environment = os.environ | given(parsed, SMP_OPTIONS)
     for each in SMP_OPTIONS:
         each.value(environment)  # refused here, where the caller sees it, and before an SMP starts
@@ -95,7 +95,7 @@ def _start(parsed: argparse.Namespace) -> int:
 def _stop(parsed: argparse.Namespace) -> int:
     job = parsed.job or job_from_environment()
     check_readable(job, parsed.arena)
-    arena = arena_path(job, parsed.arena).absolute()
+    arena = arena_path(job, parsed.arena)
     pid = None
     try:
         client = SmpClient(arena, job)
@@ -143,7 +143,7 @@ def _status(parsed: argparse.Namespace) -> int:
 
     job = parsed.job or job_from_environment()
     check_readable(job, parsed.arena)
-    arena = arena_path(job, parsed.arena).absolute()
+    arena = arena_path(job, parsed.arena)
     owner = running_owner(arena)
     report: dict[str, Any] = {"job": job, "arena": str(arena), "running": owner is not None, "answers": False}
     said = (

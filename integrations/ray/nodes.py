@@ -164,7 +164,7 @@ class NodeAgent:
         """Start or adopt the SMP. Raises `HoldfastError`."""
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-        self._job, self._arena = job, arena_path(job).absolute()
+        self._job, self._arena = job, arena_path(job)
         self._over = threading.Event()
         # Held while an SMP is started or ended, by the watching thread and by Ray's threads that answer calls. So if
         # several of them see a death, only one SMP is started, and none is started after `stop`.

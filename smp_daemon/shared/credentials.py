@@ -108,12 +108,12 @@ def _token(environment: Mapping[str, str]) -> bytes:
 
 
 def _tls(environment: Mapping[str, str]) -> Tls | None:
-    files = [environment.get(name) for name in TLS_ENVS]
+    files = [each.value(environment) for each in (TLS_CERT, TLS_KEY, TLS_CA)]
     if not any(files):
         return None
     if not all(files):
         raise ConfigError(f"mTLS needs all of {', '.join(TLS_ENVS)}: set all of them, or none")
-    cert, key, ca = (Path(str(file)) for file in files)
+    cert, key, ca = map(Path, files)
     name = TLS_NAME.value(environment)
     secret = _read_secret(key, TLS_ENVS[1], MAX_PEM_BYTES)
     try:

@@ -48,12 +48,12 @@ def arena_base() -> Path:
 
 
 def arena_path(job: str, base: str | Path | None = None) -> Path:
-    """The arena of `job` on this node.
+    """The arena of `job` on this node: an absolute path, since scripts change directory.
 
     Raises:
         ConfigError: the job id is not a valid name.
     """
-    return (Path(base) if isinstance(base, str) else base or arena_base()) / checked(job, "a job id")
+    return Path(base or arena_base()).absolute() / checked(job, "a job id")
 
 
 def checked(name: str, what: str) -> str:

@@ -221,13 +221,19 @@ def _links(text: str) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // 16)) if text == "auto" else whole(1, MAX_LINKS).read(text)
 
 
+def _absolute(text: str) -> str:
+    if text and not text.startswith("/") and "://" not in text and "::" not in text:
+        raise ConfigError(f"{text!r}: give an absolute path: scripts change directory, and SMPs run in /")
+    return text
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
 TEXT: ValueKind[str] = ValueKind("TEXT", str)
 NAME: ValueKind[str] = ValueKind("NAME", str)
-FILE: ValueKind[str] = ValueKind("FILE", str)
+FILE: ValueKind[str] = ValueKind("FILE", _absolute)
 SWITCH = ValueKind("0|1", _switch)
 SIZE = ValueKind("SIZE", parse_size)
 RATE = ValueKind("RATE", parse_rate)
@@ -475,7 +481,7 @@ STORAGE = Section(
 )
 PERSIST = Setting(
     "HOLDFAST_PERSIST",
-    ValueKind("URL", str),
+    ValueKind("URL", _absolute),
     "",
     "Where protected snapshots are also written: a directory that all nodes share or an fsspec URL, the same on all "
     "nodes.",

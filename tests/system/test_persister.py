@@ -236,7 +236,7 @@ def moody(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Smp
     monkeypatch.setattr(persister, "open_place", lambda url: at)
     monkeypatch.setattr(persister, "STUCK_S", 0.2)
     prepared = ground.prepare()
-    own = {"HOLDFAST_SCRUB": "0", "HOLDFAST_PERSIST": "moody", "HOLDFAST_PERSIST_EVERY": "100ms"}
+    own = {"HOLDFAST_SCRUB": "0", "HOLDFAST_PERSIST": "memory://moody", "HOLDFAST_PERSIST_EVERY": "100ms"}
     smp = Smp(prepared.job, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS | own)
     prepared.owner = smp.owner
     run = run_on([prepared], [[3000]])

@@ -65,3 +65,13 @@ def test_a_path_may_be_a_string_and_a_number_may_be_numpys() -> None:
 def test_a_switch_is_no_number(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}=True"):
         Options.given(job="j", **{name: True})
+
+
+def test_an_arena_stays_where_it_is_when_a_script_changes_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLDFAST_ARENA", "arenas")
+    told, given = Options(job="j"), Options(job="j", arena="other")
+    monkeypatch.chdir("/")
+    assert (told.job_arena, given.job_arena) == (tmp_path / "arenas" / "j", tmp_path / "other" / "j")

@@ -68,8 +68,10 @@ BAD = {
     "PHASE=TIME,...": "walk=3s",
     "STEPS": "sometimes",
     "snapshot|STEP": "0",
+    "FILE": "secrets/token",
+    "URL": "snapshots",
 }
-"""Texts that are refused, by how the kind is shown. Names, files, commands and lists of ids are any text."""
+"""Texts that are refused, by how the kind is shown. Names, commands and lists of ids are any text."""
 
 REFUSING = [
     (each, bad) for each in TABLE if (bad := BAD.get("{" if each.kind.shown[0] == "{" else each.kind.shown)) is not None
