@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.smp_daemon.shared import settings
 from holdfast.smp_daemon.shared.credentials import access_of, check_certificates, current
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.logs import about, chosen_format, get_log, log_later, log_to
 from holdfast.smp_daemon.shared.priority import make_idle, make_session_nice, take_normal_turns
@@ -88,7 +88,8 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
         web = show(smp, http)
     except HoldfastError as error:
         _say(out, {"error": type(error).__name__, "message": str(error)})
-        return 1
+        print(f"holdfast: {error}", file=sys.stderr)  # in the foreground: it ends as commands do
+        return 2 if isinstance(error, ConfigError) else 1
     except Exception as error:  # a limit of this process, or a bug: whoever started it sees nothing else of it
         trace = "" if isinstance(error, OSError) else f"\n{traceback.format_exc()}"
         _say(out, {"error": HoldfastError.__name__, "message": f"the SMP cannot start: {error}{trace}"})

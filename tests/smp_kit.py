@@ -34,7 +34,7 @@ from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared import failpoints
 from holdfast.smp_daemon.shared.board import SnapshotOutcome
 from holdfast.smp_daemon.shared.client import RecoveredShard, SmpClient
-from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError
+from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError
 from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.identity import Run as JobRun
 from holdfast.smp_daemon.shared.inventory import Inventory
@@ -493,7 +493,8 @@ def refusal(command: list[str]) -> HoldfastError:
     try:
         owner = parse_report(done.stdout, done.stderr)
     except HoldfastError as error:
-        assert done.returncode == 1, done
+        assert done.returncode == (2 if isinstance(error, ConfigError) else 1), done
+        assert done.stderr.endswith(f"holdfast: {error}\n"), done
         return error
     raise AssertionError(f"it started: {owner}")
 
