@@ -216,9 +216,9 @@ class FirstTurns:
         self._changing: ChangingVariables | None = None
         self._carried: CarriedVariables | None = None
 
-    def look(self, engine: CopyEngine, arena: Path) -> None:
+    def look(self, engine: CopyEngine, place: Path) -> None:
         """Note the state and inputs that the first step must begin with. Calls users' `track` getters, which may ask
-        the hook for its step: call it once the hook knows its session. `arena` is that of its job."""
+        the hook for its step: call it once the hook knows its session. `place`: see `entered`."""
         restored, adapter = self._restored, self._adapter
         if self._checks.reading:
             if get_ident() in (thread for thread, _ in [*entered.values()]):
@@ -227,7 +227,7 @@ class FirstTurns:
             self._variables.look(self._known_generators())
             if restored.began is not None:  # a plain loop draws for its next step before that step begins
                 self._put_back_variables()
-        entered[adapter] = get_ident(), arena
+        entered[adapter] = get_ident(), place
         named = (each for module in adapter.modules() for each in module.named_modules())
         if scripted := [name or "the model" for name, each in named if isinstance(each, torch.jit.ScriptModule)]:
             log.warning(SCRIPTED, some(scripted))

@@ -281,7 +281,7 @@ class SnapshotHook:
             self._was_begun = True
         options, arena = self._options, self._options.job_arena
         if self.checks.reading:  # a thread that plays several ranks enters one hook for each
-            check_not_entered(arena)
+            check_not_entered(arena / self._adapter.coordinate())
         self._block = options.block or self.blocks.get(arena, 1)
         # The trainings after the first one begin from nothing by design.
         require = options.require if arena not in self.blocks else 0
@@ -290,7 +290,7 @@ class SnapshotHook:
         if options.block is None and self._entered.rank.agreement.rank == 0:
             warn_of_order(self._block)
         try:
-            self._entered.first.look(self._entered.rank.engine, arena)
+            self._entered.first.look(self._entered.rank.engine, arena / self._entered.rank.coord)
         except BaseException as error:  # of a user's getter: nobody calls `__exit__` then
             self.leave(error)
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from threading import get_ident
 
 import torch
 
@@ -32,14 +31,14 @@ log = get_log(__name__)
 APART = "or give each training of the script a job= of its own"
 
 
-def check_not_entered(arena: Path) -> None:
-    """Check that this thread is in no block of the job of `arena`: another one would restore what that holds, and then
-    write in its place.
+def check_not_entered(place: Path) -> None:
+    """Check that no thread is in a block of this rank, whose place in its job's arena this is: another one would
+    restore what that holds, and then write in its place. Threads that are other ranks are no matter.
 
     Raises:
         ConfigError: it is in one; nothing was changed anywhere.
     """
-    if (get_ident(), arena) in [*entered.values()]:
+    if place in (each for _, each in [*entered.values()]):
         raise ConfigError(
             "a hook of this job is entered already, and another one would restore what that one holds, and end its "
             "snapshots: if one loop trains what both are given, give it all to one hook, "

@@ -32,9 +32,9 @@ from holdfast.snapshot.state.worker_states import copy_worker_states
 log = get_log(__name__)
 
 entered: dict[Adapter, tuple[int, Path]] = {}
-"""The adapters of the hooks that this process has entered, with the thread that entered each, and the arena of its job:
-what one of them captures, no other one misses. Ranks may be threads, each of which adds and removes its own at any
-time: iterate over a copy."""
+"""The adapters of the hooks that this process has entered, with the thread that entered each, and its rank's place in
+the arena of its job: what one of them captures, no other one misses. Ranks may be threads, each of which adds and
+removes its own at any time: iterate over a copy."""
 
 OWNER = "the model and the optimizers"
 """Who keeps the generators of `Adapter.generators`, as errors name it."""

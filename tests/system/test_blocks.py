@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,12 +154,13 @@ def test_a_second_hook_of_a_job_is_refused_while_one_is_entered(arena: Path) -> 
     """It would restore what the first one holds, whose snapshots then end. In a job of its own it may be entered."""
     net = Net()
     optim = torch.optim.Adam(net.parameters())
-    with InMemorySnapshot(net, optim, strict=True) as snap:
+    with ThreadPoolExecutor(1) as threads, InMemorySnapshot(net, optim, strict=True) as snap:
         for step in snap.steps(4):
             if step == 2:
                 assert snap.drain(60)
-                with pytest.raises(ConfigError, match=r"one hook, .*job="):
-                    enter()
+                for here in (enter, threads.submit(enter).result):
+                    with pytest.raises(ConfigError, match=r"one hook, .*job="):
+                        here()
                 assert enter(job="other")[0] == 0
             optim.zero_grad()
             net(torch.randn(2, 4)).sum().backward()
