@@ -194,7 +194,7 @@ def samples_of_attributes(
 
     found = walk(_compared(roots, state, captured), is_unknown, most=MOST_OPENED)  # not all of it, if there is much
     for path, value, holder in _with_kept_by_libraries(found, known):
-        if state.has(holder, path):
+        if state.has(holder, path) or id(holder) in known:
             continue
         if isinstance(value, bool | int | float | np.generic):
             yield path, repr(value).encode()

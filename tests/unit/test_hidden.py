@@ -291,6 +291,16 @@ def test_attributes_that_are_tracked_are_not_named(arena: Path, caplog: pytest.L
     assert not any("not captured" in text for text in warnings_of(caplog))
 
 
+def test_what_a_container_holds_that_is_tracked_is_not_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Recurrent()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    snap = InMemorySnapshot(model, optim)
+    means = model.means  # steps put a new tensor there
+    snap.track("means", get=lambda: dict(means), set=means.update)
+    trained(snap, model, optim, 9)
+    assert named(caplog) == ["model0.calls; model0.hidden"]
+
+
 class Counter:
     """An environment that a model was made for, and that the script steps."""
 
