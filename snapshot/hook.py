@@ -119,7 +119,11 @@ class SnapshotHook:
 
             for step in snap.steps(1000):
                 loss = train_step(...)
+
+        Raises:
+            ConfigError: an earlier loop has counted as far already, so this one would make no turn.
         """
+        self._session.position.counts_to(count)
         return self._session.loop.steps(count)
 
     def data(self, source: Any, *, name: str = DATA, ahead: int | None = None, exact: bool = True) -> Data:

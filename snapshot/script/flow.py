@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.snapshot.script.anew import RANGES, counted_anew
-from holdfast.snapshot.script.origins import KNOWN_TO_US, NONE, PASS, Origins, Returned, Trace
+from holdfast.snapshot.script.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
 from holdfast.snapshot.script.running import (
     MISSING,
     Helper,
@@ -258,6 +258,8 @@ class Flow:
         is_range = _is_range(self._value_of(path_of(node.iter))) or RANGES & set(map(name_of_call, calls))
         if node in self._counting and is_range:
             self.found.counts.add(node.lineno)
+        if is_turn and origins & PLACE and "steps" in map(name_of_call, calls):
+            self.found.counts.clear()  # of the loops around it: the hook goes on counting, and they come to its place
         self.found.passes |= is_turn and bool(origins & PASS)
         self._trained.loop(node.target, node.iter)
         self._assign(node.target, origins)

@@ -14,6 +14,11 @@ from holdfast.snapshot.step.data import ELSEWHERE, Data
 DATA = "data"
 """Name of a source of batches, unless the loop gives one."""
 
+NO_TURN = (
+    "a loop over snap.steps(%d) makes no turn at any start, since an earlier one has counted to %d: the numbers are "
+    "those of the whole training. Count on, as by `for epoch in range(n): for step in snap.steps((epoch + 1) * %d)`"
+)
+
 log = get_log(__name__)
 
 
@@ -49,6 +54,7 @@ class Position:
         self._block = block
         self._clock = clock
         self._turn: int | None = held.get("turn")
+        self._count = self._counted_to = 0  # of the loop over step numbers that began last; of those that are over
         self._began_with_data = self._turn is None and bool(held.get("data"))
         self.next_turn = self.number(step)
         self._held: dict[str, Any] = dict(held.get("data", {}))  # places of sources that the loop has not named yet
@@ -79,6 +85,12 @@ class Position:
         """The next turn of a loop that counts turns begins."""
         self._turn = self.next_turn
         self.next_turn += 1
+
+    def counts_to(self, count: int) -> None:
+        """A loop over step numbers is about to begin. Raises `ConfigError` if it would make no turn at any start."""
+        if 0 < count <= self._counted_to:
+            raise ConfigError(NO_TURN % (count, self._counted_to, count))
+        self._count = count
 
     def steps_begin(self) -> None:
         """A loop over step numbers has begun."""
@@ -126,6 +138,7 @@ class Position:
         """The loop over step numbers has reached its end: its last turn is over. It need not have read to the end of a
         pass."""
         self.is_in_steps = self._in_data = False
+        self._counted_to = max(self._counted_to, self._count)
         self._count_last_turn()
 
     def last_turn_ended(self, *, goes_on: bool) -> None:

@@ -171,6 +171,29 @@ def test_a_turn_whose_step_begins_in_its_middle_is_refused_and_again_after_a_res
             live(read_within_turns)
 
 
+def counted_twice(life: Life, *, goes_on: bool = True) -> None:
+    model, optim, _ = parts()
+    x, y = table(8).tensors
+    with life.snapshot(model, optim) as snap:
+        for phase in range(2):
+            for step in snap.steps(4 * (phase + 1) if goes_on else 4):
+                if step >= 4 * phase:  # without the hook it begins at 0 again
+                    train(life, optim, step, loss_of(model, x + phase, y))
+        life.close(model, optim)
+
+
+def test_a_second_count_to_the_same_number_is_refused_at_every_start(arena: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"no turn.*snap\.steps\(\(epoch \+ 1\) \* 4\)"):
+            live(partial(counted_twice, goes_on=False))
+
+
+@pytest.mark.parametrize("dies", [2, 6])
+def test_a_second_count_that_goes_on_is_exact(arena: Path, dies: int, caplog: pytest.LogCaptureFixture) -> None:
+    check(counted_twice, dies)
+    assert not warnings_of(caplog)
+
+
 def with_a_group_from_the_third_step_on(life: Life) -> None:
     model = net()
     first, *_, last = model.children()
