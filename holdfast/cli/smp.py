@@ -14,7 +14,7 @@ from holdfast.cli.output import NO_ANSWER, NOT_FOUND, add_json, write_json
 from holdfast.leftovers import find_leftovers, remove
 from holdfast.smp_daemon.__main__ import add_options
 from holdfast.smp_daemon.shared.client import SmpClient
-from holdfast.smp_daemon.shared.errors import ArenaInUse, DeadlineExceeded, HoldfastError, NotFound, SmpUnavailable
+from holdfast.smp_daemon.shared.errors import DeadlineExceeded, HoldfastError, NotFound, SmpUnavailable
 from holdfast.smp_daemon.shared.identity import epoch_text
 from holdfast.smp_daemon.shared.paths import arena_base, arena_path, closed_to_us, find_owners
 from holdfast.smp_daemon.shared.plain import Address
@@ -80,8 +80,6 @@ def _start(parsed: argparse.Namespace) -> int:
     own = smp_command(job, parsed.node or node_from_environment(), arena, HOST.text(environment))
     command = [*own, *smp_arguments(parsed)]
     if not parsed.detach:
-        if (running := running_owner(arena)) is not None:
-            raise ArenaInUse(f"SMP {running.pid} serves {arena} already: use it, or end it with `holdfast smp stop`")
         sys.stdout.flush()
         os.execve(command[0], command, own_environment())
     owner, is_new = found_or_started(command, arena)
