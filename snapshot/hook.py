@@ -484,7 +484,7 @@ class Session:
             lambda: sum(data.read_s for data in position.sources.values()),
         )
         statistics.begin(spent, self._own_time.own)
-        self.is_over = False
+        self.is_over = self._is_left = False
 
     def _auditor_if_ordered(self, checks: Checks) -> Auditor | None:
         orders = orders_from_environment()
@@ -515,8 +515,9 @@ class Session:
             early: the trainer says that training stopped before its end. Its loop may have moved on since the last
                 step, so no snapshot is taken of where it is now.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._is_left:
             return
+        self._is_left = True
         try:
             self._leave(error, early)
         finally:

@@ -151,6 +151,15 @@ def test_a_job_that_ends_well_leaves_no_process_and_no_memory(arena: Path) -> No
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_hook_that_was_left_is_left_only_once(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optim = small()
+    with caplog.at_level(logging.INFO), InMemorySnapshot(model, optim) as snap:
+        train(snap, model, optim, 2)
+        snap.close()
+        caplog.clear()
+    assert caplog.messages == []
+
+
 def test_an_exception_in_the_loop_keeps_everything_for_the_restart(arena: Path) -> None:
     model, optim = small()
     with pytest.raises(ZeroDivisionError):
