@@ -186,12 +186,8 @@ def warn_of_stale_store() -> None:
 
 def node_from_environment() -> str:
     """This node's name: ``HOLDFAST_NODE``, or the name of the host."""
-    return NODE.value() or _host_name()
-
-
-def _host_name() -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)
-    return name.lstrip("._-")[:64] or "node"
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)
+    return NODE.value() or host.lstrip("._-")[:64] or "node"
 
 
 NODE_COUNTS = ("PET_NNODES", "LWS_GROUP_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")

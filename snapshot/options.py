@@ -40,7 +40,7 @@ KINDS: Mapping[type, tuple[type, str]] = {
     Path: (Path, "a path"),
     str: (str, "a string"),
     bool: (bool, "True or False"),
-    int: (Integral, "a whole number"),
+    int: (int, "a whole number"),
     float: (Real, "a number"),
 }
 """What is taken for a value of a type, and what to call it; a text is taken for a path, too."""
