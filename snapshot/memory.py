@@ -187,13 +187,9 @@ class Memory:
             transfer.finish()
             offset, capacity = form.record
             slot[offset : offset + capacity] = record.ljust(capacity)
+            self.client.seal(snapshot, self.coord, taken, keep, self._protected)
         except BaseException:
             transfer.settle()  # nothing may write to a slot that is taken again
-            self.client.give_back(taken)
-            raise
-        try:
-            self.client.seal(snapshot, self.coord, taken, keep, self._protected)
-        except HoldfastError:
             self.client.give_back(taken)
             raise
         outcome = self.client.await_outcome(snapshot, self._deadline_s)

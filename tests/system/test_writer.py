@@ -9,7 +9,7 @@ from holdfast.smp_daemon.shared.errors import HoldfastError
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.snapshot.collective.agreement import Agreement
-from holdfast.snapshot.memory import Memory
+from holdfast.snapshot.memory import SLOTS, Memory
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess
 
@@ -66,6 +66,18 @@ def test_a_write_for_which_there_is_no_memory_keeps_no_later_one_from_its_slots(
             own.write({"weight": torch.ones(5000)}, b"{}")
     first = write(own)
     assert write(own) == SnapshotId(first.epoch, first.step + 1)
+
+
+def test_a_write_that_is_interrupted_as_it_is_sealed_gives_its_slot_back(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = writer(ground.smp())
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(own.client, "seal", lambda *arguments: 1 / 0)
+        for _ in range(SLOTS):
+            with pytest.raises(ZeroDivisionError):
+                write(own)
+    write(own)
 
 
 def refuse(*arguments: object, **more: object) -> None:
