@@ -536,6 +536,7 @@ class Session:
         kept, takes = well and (early or options.keep or goes_on), False
         if well:
             kept, takes = self._agree(kept, takes=not early)
+        self.intervals.rule.ends = well
         try:
             self.loop.leave(takes=kept and takes, goes_on=goes_on)
         except BaseException:

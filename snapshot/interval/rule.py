@@ -84,12 +84,14 @@ class IntervalRule:
     Attributes:
         interval: steps from one snapshot to the next, as the ranks agreed.
         assumed: failures per second of the whole job, before any were seen.
+        ends: the loop is being left well, so what goes on from the next snapshot follows no failure.
     """
 
     def __init__(self, every: int | None = None, budget: float | None = None, assumed: float = 1 / NODE_MTBF_S) -> None:
         """`every`: fixed interval; None: the interval follows the rule."""
         self.interval = every or SHORTEST
         self.assumed = assumed
+        self.ends = False
         self.cost = SnapshotCost()
         self._every = every
         self._budget = budget
@@ -163,10 +165,11 @@ class IntervalRule:
 
     def notes(self) -> dict[str, Any]:
         """What the next start of the job must know, as plain values."""
-        return {"trained_s": self._trained_s, "failures": list(self._failures)}
+        return {"trained_s": self._trained_s, "failures": list(self._failures), "ends": int(self.ends)}
 
     def resume(self, step: int, notes: Mapping[str, Any]) -> None:
-        """Go on from the snapshot of `step`, and from its notes. Counts a failure: the job has failed since.
+        """Go on from the snapshot of `step`, and from its notes. Counts a failure, unless that was the last of a loop
+        that was left well: the job has failed since.
 
         Raises:
             ConfigError: the notes are malformed.
@@ -178,7 +181,8 @@ class IntervalRule:
                 self._failures = [float(at) for at in notes["failures"]]
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"the snapshot's notes on failures are {notes!r}: {error!r}") from error
-        self._failures = [*self._failures, self._trained_s][-REMEMBERED:]
+        if not (notes and notes.get("ends")):
+            self._failures = [*self._failures, self._trained_s][-REMEMBERED:]
 
     def met(self, interval: int) -> None:
         """All ranks have met again after they lost each other. A snapshot is due, whatever each had seen."""

@@ -129,6 +129,14 @@ def test_a_loop_that_is_left_early_is_no_crash(arena: Path) -> None:
         Trained(steps, max_repeats=1).run(leave_after=0, stepped=False)
 
 
+def test_a_loop_that_is_left_early_makes_snapshots_no_denser(arena: Path) -> None:
+    Trained(steps).run(leave_after=2)
+    again = Trained(steps)
+    with InMemorySnapshot(again.net, again.optim, block=1) as snap:
+        assert snap.step == 3 and snap.statistics.rule is not None
+        assert snap.statistics.rule.failure_rate == snap.statistics.rule.assumed
+
+
 SCRIPT = """
 import os, signal, sys
 import torch, torch.distributed as dist

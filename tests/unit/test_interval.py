@@ -376,6 +376,15 @@ def test_a_crash_before_anything_was_timed_is_no_infinite_rate() -> None:
     assert after({}).failure_rate == pytest.approx(1 / LEAST_EXPOSURE_S)
 
 
+def test_a_start_after_a_loop_that_was_left_well_follows_no_failure() -> None:
+    rule = IntervalRule()
+    rule.observe(1, 1000.0, 0.0, False)
+    rule.ends = True
+    goes_on = after(rule.notes())
+    assert goes_on.failure_rate == 1e-6
+    assert after(goes_on.notes()).failure_rate == pytest.approx(1e-3)
+
+
 def test_after_a_restart_the_next_is_due_an_interval_after_what_was_restored() -> None:
     rule = after({})
     assert [rule.is_due(step, True) for step in (101, 102)] == [False, True]
