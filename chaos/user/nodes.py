@@ -68,10 +68,9 @@ class CommandNode(LocalNode):
 
     def end(self) -> None:
         """Kill all processes of the command that are left here, and wait until they are gone. The SMP stays."""
-        self.kill()
-        self.kill_processes()
         if self._process is not None:
             sessions.end(self._process)
+        self.kill_processes()
 
     def power_cut(self) -> None:
         self.end()
