@@ -23,9 +23,6 @@ LEAST_ROOM_SHARE = 0.25
 """Fraction of memory. A node needs room for three copies of the state of its ranks, and for parity."""
 
 LEAST_FILES = 1024
-PIN_CAP_BYTES = 64 << 30
-"""Largest size that one call of ``cudaHostRegister`` accepts."""
-
 FAST_CLOCKS = ("tsc", "arch_sys_counter", "kvm-clock", "hyperv_clocksource_tsc_page", "xen")
 
 GET_ISAL = "pip install --force-reinstall pyeclib, or apt install libisal2"
@@ -131,12 +128,11 @@ class Facts:
         cgroup_bytes, cgroup_used: memory limit and use of this process's control group; None: no limit.
         memlock_bytes: how much memory a process may lock; None: no limit.
         gpu: whether there is a CUDA device.
-        register_bytes: how much memory holdfast registers with CUDA in one call.
         shmem_huge: the kernel's setting for huge pages in shared memory.
         numa: bytes of memory on each NUMA node.
         populate: whether the kernel supports ``MADV_POPULATE_WRITE``.
         idle: whether a process may choose ``SCHED_IDLE``.
-        streaming: whether copies use streaming stores.
+        streaming: whether copies are done by compiled code.
         receives: whether units are received and digested by compiled code.
         host, insecure: ``HOLDFAST_HOST`` and ``HOLDFAST_INSECURE``.
         bindings: by ``address:port``, why it cannot be listened on; empty if it can. Port 0: any port.
@@ -159,7 +155,6 @@ class Facts:
     cgroup_used: int
     memlock_bytes: int | None
     gpu: bool
-    register_bytes: int
     shmem_huge: str
     numa: dict[int, int]
     swap_bytes: int
@@ -190,7 +185,6 @@ def examine(facts: Facts) -> list[Finding]:
         _huge(facts),
         _numa(facts),
         _memlock(facts),
-        _pin_cap(facts),
         _files(facts.files),
         _kernel(facts),
         _idle(facts.idle),
@@ -315,16 +309,6 @@ def _memlock(facts: Facts) -> Finding:
     return _unless(fine, "locked memory", found if facts.gpu else f"{found}; no CUDA device here", needed, fix)
 
 
-def _pin_cap(facts: Facts) -> Finding:
-    found = f"slots are registered {facts.register_bytes:,} bytes at a time"
-    found += "" if facts.gpu else "; no CUDA device here"
-    needed, fix = (
-        f"at most {PIN_CAP_BYTES:,} bytes a call of cudaHostRegister",
-        "pip install --force-reinstall holdfast-train",
-    )
-    return _unless(facts.register_bytes <= PIN_CAP_BYTES, "pin cap", found, needed, fix, "problem")
-
-
 def _files(files: int) -> Finding:
     found, fix = f"at most {files:,}", f"ulimit -n {LEAST_FILES}, or more"
     return _unless(files >= LEAST_FILES, "open files", found, f"{LEAST_FILES:,} at least", fix)
@@ -344,8 +328,9 @@ def _idle(idle: bool) -> Finding:
 
 
 def _copies(streaming: bool) -> Finding:
-    found, fix = "by streaming stores" if streaming else "by memmove", f"they take up to 1.7 times as long: {COMPILE}"
-    return _unless(streaming, "copies", found, "by streaming stores", fix)
+    needed = "by compiled code, on x86-64 with streaming stores"
+    fix = f"they take up to 1.7 times as long: {COMPILE}"
+    return _unless(streaming, "copies", needed if streaming else "by memmove", needed, fix)
 
 
 def _units(receives: bool) -> Finding:

@@ -35,7 +35,6 @@ from holdfast.smp_daemon.shared.populate import populate
 from holdfast.smp_daemon.shared.settings import HOST, HTTP, INSECURE, TLS_NAME
 from holdfast.smp_daemon.shared.transport import is_compiled
 from holdfast.smp_daemon.storage.pool import SHMEM_HUGE
-from holdfast.snapshot.copy.cuda_driver import REGISTER_BYTES
 from holdfast.snapshot.copy.runs import streams
 
 MARKS: dict[Verdict, tuple[str, str]] = {"ok": ("✓", ""), "note": ("!", "yellow"), "problem": ("✗", "bold red")}
@@ -76,7 +75,6 @@ def gather() -> Facts:
         cgroup_used=used,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         gpu=Path("/dev/nvidiactl").exists(),
-        register_bytes=REGISTER_BYTES,
         shmem_huge=chosen(text_of(SHMEM_HUGE)),
         numa=numa_memory(),
         swap_bytes=psutil.swap_memory().total,

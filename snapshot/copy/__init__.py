@@ -1,7 +1,6 @@
 """Moves the bytes of tensors beside training, on CPUs and CUDA, at a pace, and detects what changed meanwhile."""
 
 __all__ = [
-    "cuda_driver",
     "cuda_runtime",
     "devices",
     "engines",

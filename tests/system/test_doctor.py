@@ -38,7 +38,6 @@ GOOD = Facts(
     cgroup_used=0,
     memlock_bytes=None,
     gpu=True,
-    register_bytes=GIB,
     shmem_huge="advise",
     numa={0: 64 * GIB},
     swap_bytes=0,
@@ -138,7 +137,6 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
         ({"shmem_huge": "deny"}, "huge pages", "note", "echo advise >"),
         ({"numa": {0: GIB, 1: GIB}}, "NUMA", "note", "mpol=interleave:0,1 /dev/shm"),
         ({"memlock_bytes": 8 << 20}, "locked memory", "note", "ulimit -l unlimited"),
-        ({"register_bytes": 65 * GIB}, "pin cap", "problem", "holdfast"),
         ({"bindings": {"127.0.0.1:0": "no"}}, "address 127.0.0.1", "problem", "link set lo"),
         ({"bindings": {"10.9.9.9:0": "no"}}, "address 10.9.9.9", "problem", "HOLDFAST_HOST"),
         (
