@@ -81,8 +81,9 @@ class Reserver:
     def go_on(self) -> None:
         """Start the thread if there is something to do. The caller holds the lock."""
         if self._thread is None and not self._closed and self._has_work():
-            self._thread = self._threads.Thread(target=self._run, name="reserve", daemon=True)
-            self._thread.start()
+            thread = self._threads.Thread(target=self._run, name="reserve", daemon=True)
+            thread.start()  # may fail, and is tried again when more is to be done
+            self._thread = thread
 
     def give_up(self, why: str) -> None:
         """Record why the slots cannot be made. The caller holds the lock, unless no other thread has the store yet."""

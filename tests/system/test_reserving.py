@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -436,6 +437,22 @@ def test_room_that_is_being_given_back_counts_and_is_waited_for(
         reserver.start()
         assert lock.wait_for(lambda: arena.ready() is None, DEADLINE_S)
     assert not arena.deleted.bytes
+    reserver.close()
+
+
+def test_slots_are_made_although_no_thread_could_be_started_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, lock = Arena(tmp_path / "arena"), threading.Condition(threading.RLock())
+    reserver = Reserver(arena, lock, "normal")
+    with lock, monkeypatch.context() as crowded:
+        crowded.setattr("threading._start_new_thread", Mock(side_effect=RuntimeError("can't start new thread")))
+        slot = arena.shard_pool("dp0").plan(PAGE)
+        with pytest.raises(RuntimeError):
+            reserver.start()
+    with lock:
+        reserver.start()
+        assert lock.wait_for(lambda: slot.state is SlotState.FREE, DEADLINE_S)
     reserver.close()
 
 
