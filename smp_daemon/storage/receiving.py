@@ -65,12 +65,10 @@ class Receiving:
 
     def check_slot(self, key: ShardKey, layout: Layout, view: memoryview) -> None:
         """Raise `ProtocolError` unless the slot's header is that of this shard. Headers differ in their stamps only."""
-        length = 8 + int.from_bytes(view[:8], "little")
-        unstamped = bytes(view[:8]) + bytes(view[8 + STAMP_BYTES : length])
-        checked = (layout.epoch, unstamped)
-        if self._checked_headers.get(key.coord) != checked:
-            believe_slot(view, Claim.of_shard(*key, layout))
-            self._checked_headers[key.coord] = checked
+        epoch, header = self._checked_headers.get(key.coord, (0, b""))
+        if epoch != layout.epoch or _unstamped(view[: len(header) + STAMP_BYTES]) != header:
+            form = believe_slot(view, Claim.of_shard(*key, layout))
+            self._checked_headers[key.coord] = layout.epoch, _unstamped(form.header)
         elif read_stamp(view) != key.snapshot:
             raise NotOurs(f"{key.coord} is stamped {read_stamp(view)}, not {key.snapshot}")
 
@@ -263,6 +261,10 @@ class Receiving:
                 pool.discard(slot)
                 self._reserver.make_good()
                 self.lock.notify_all()  # a thread may wait for a free slot
+
+
+def _unstamped(header: memoryview | bytes) -> bytes:
+    return bytes(header[:8]) + bytes(header[8 + STAMP_BYTES :])
 
 
 def buffers_for(links: int) -> int:

@@ -6,8 +6,10 @@ import json
 import random
 import re
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import pytest
 
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ArenaTooSmall, DamagedSnapshot, NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.identity import UNNAMED
 from holdfast.smp_daemon.shared.layout import Layout, Node, Shard, SnapshotId
 from holdfast.smp_daemon.shared.plain import to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, ShardRecord, digest, digest_units
+from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Holdings, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.parity import ParityGathering
@@ -779,3 +783,19 @@ def test_damage_that_several_find_at_once_is_counted_once(place: Place) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(find, range(4), timeout=DEADLINE_S))
     assert place.count("units_damaged") == 1
+
+
+def test_a_slot_whose_header_says_it_is_as_long_as_the_slot_is_refused_without_a_copy_of_it(tmp_path: Path) -> None:
+    """One bit of its length may flip between the copy and the seal, and a slot takes more memory than is left."""
+    form = plan_slot("run", "dp0", [Leaf("weight", "U8", (64 << 20,))], 100, UNNAMED.id)
+    nodes = (Node("a", "127.0.0.1", 1, 2, (Shard("dp0", form.total_bytes),)),)
+    layout = replace(LAYOUT, nodes=nodes, groups=((0,),), unit_bytes=1 << 20)
+    place, slot = Place(tmp_path / "arena"), bytearray(form.header.ljust(form.total_bytes))
+    for damaged in (False, True):
+        write_stamp(memoryview(slot), FIRST)
+        slot[7] = damaged
+        tracemalloc.start()
+        with pytest.raises(ProtocolError, match="claims") if damaged else nullcontext():
+            place.receiving.check_slot(SHARD, layout, memoryview(slot))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        tracemalloc.stop()
