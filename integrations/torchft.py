@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -70,14 +71,15 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         like: Callable[[], T] | None = None,
     ) -> None:
         self._job = job or _own_job()
+        self._mark = secrets.token_hex(8)  # this process may find what an earlier run of the job has sent, of any step
         self._like = like
         self._arena, self._start = arena, start
         self._memory = self._connect()
         self._over = False
 
     def metadata(self) -> str:
-        """The job and the address from which this rank's checkpoints can be read, as JSON."""
-        return json.dumps({"job": self._job, "address": self._inventory().bulk})
+        """The job and the address from which this rank's checkpoints can be read, and what marks them, as JSON."""
+        return json.dumps({"job": self._job, "address": self._inventory().bulk, "mark": self._mark})
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Copy the state into memory for the receivers. Blocks for the copy and its digests, not for the receivers.
@@ -89,7 +91,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         tensors: dict[str, torch.Tensor] = {}
         state = encode(state_dict, "state", tensors)
         sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
-        record = {"step": step, "state": state, "sharded": sharded}
+        record = {"mark": self._mark, "step": step, "state": state, "sharded": sharded}
         plain = {name: local(tensor).detach().contiguous() for name, tensor in tensors.items()}
         self._memory.write(plain, json.dumps(record, separators=(",", ":")).encode())
 
@@ -100,7 +102,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
             DeadlineExceeded: the state was not sent in time, or cannot be read.
             StateMismatch: the state is not sharded as `like` says.
         """
-        job, address = _parse(metadata)
+        job, address, mark = _parse(metadata)
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             try:
@@ -108,10 +110,12 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
                     form = shard.read_format()
                     shard.fetch(*form.record)
                     record = json.loads(read_record(shard.view, form))
-                    if record["step"] == step:
+                    is_theirs = record.get("mark") == mark
+                    if is_theirs and record["step"] == step:
                         shard.fetch_all()
                         return self._decode(record, shard.view, form)
-                    reason = f"the newest there is of step {record['step']}"
+                    by = "" if is_theirs else ", by an earlier process"
+                    reason = f"the newest there is of step {record['step']}{by}"
             except StateMismatch:
                 raise
             except HoldfastError as error:
@@ -181,10 +185,10 @@ def _own_job() -> str:
     return f"{job_from_environment()}.replica{replica}.rank{rank}"
 
 
-def _parse(metadata: str) -> tuple[str, Address]:
+def _parse(metadata: str) -> tuple[str, Address, str]:
     try:
         data = json.loads(metadata)
         host, port = data["address"]
-        return str(data["job"]), (str(host), int(port))
+        return str(data["job"]), (str(host), int(port)), str(data["mark"])
     except (ValueError, LookupError, TypeError) as error:
         raise ProtocolError(f"{metadata[:80]!r} is not the metadata of a `MemoryTransport`: {error!r}") from error

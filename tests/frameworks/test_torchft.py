@@ -105,6 +105,20 @@ def test_only_the_step_that_was_asked_for_is_received(
         back.recv_checkpoint(0, healthy.metadata(), 7, AT_ONCE)
 
 
+def test_what_an_earlier_run_has_sent_of_that_step_is_not_received(
+    pair: tuple[MemoryTransport[Any], MemoryTransport[Any]],
+) -> None:
+    """Every run sends its first weights as step 0, and a run that was killed leaves them."""
+    killed, back = pair
+    killed.send_checkpoint([1], 0, {"run": 1}, SOON)
+    again = MemoryTransport[Any](job="healthy")
+    with pytest.raises(DeadlineExceeded, match="of step 0, by an earlier process"):
+        back.recv_checkpoint(0, again.metadata(), 0, AT_ONCE)
+    again.send_checkpoint([1], 0, {"run": 2}, SOON)
+    assert back.recv_checkpoint(0, again.metadata(), 0, SOON) == {"run": 2}
+    again._memory.close()
+
+
 def test_a_sender_whose_smp_died_sends_through_another(
     pair: tuple[MemoryTransport[Any], MemoryTransport[Any]], arena: Path
 ) -> None:
