@@ -193,10 +193,13 @@ class Attempt(ABC):
         self.restored.rewind = adapter.rewinding(early)
 
     def rebuild(self, adapter: Adapter, early: Tree) -> None:
-        """Have the job make what it had added in training. Raises `ConfigError` if it is of another block."""
+        """Have the job make what it had added in training. Raises `ConfigError` if that fails, or in another block."""
         check_block(early.get(LOOP, {}), self._block)
         loop = Position(self.snapshot.step, early.get(LOOP, {}), {})
-        adapter.rebuild(At(loop.number(self.snapshot.step), loop.epoch))
+        try:
+            adapter.rebuild(At(loop.number(self.snapshot.step), loop.epoch))
+        except LookupError as error:  # which `problem_of` would take for one of the record's
+            raise ConfigError(f"what snap.rebuild was given has failed: {error!r}") from error
 
     def midway(self) -> None:
         """Half of the bytes are loaded."""

@@ -154,6 +154,16 @@ def test_a_script_makes_again_what_it_had_added_to_the_model() -> None:
     assert start > 2
 
 
+class Failing(Grown):
+    def rebuild(self, at: At) -> None:
+        dict[str, int]()["adapters"]
+
+
+def test_an_error_of_the_script_is_none_of_the_snapshot() -> None:
+    with pytest.raises(ConfigError, match=r"snap\.rebuild .*adapters"):
+        stopped(after_two_steps(lambda job: None), Failing, 6)
+
+
 def test_who_does_not_say_how_is_told_as_it_is_added(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StateMismatch):
         stopped(after_two_steps(Grown.insert), Silent, 6)
