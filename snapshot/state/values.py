@@ -233,7 +233,13 @@ def _decode_object(form: str, value: dict[str, Any], tensor: Callable[[str], tor
     way = way_of(instance)
     if way is None or way.set is None:
         raise StateMismatch(f"the snapshot holds a {kind.__qualname__}, and how it is kept is not said any more")
-    way.set(instance, decode(value["attributes"], tensor))
+    attributes = decode(value["attributes"], tensor)
+    try:
+        way.set(instance, attributes)
+    except Exception as error:
+        if way in (ATTRIBUTES, ITEMS):
+            raise
+        raise StateMismatch(f"the set= for {kind.__qualname__} cannot load what the snapshot has: {error!r}") from error
     return instance
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import ConfigError, InMemorySnapshot
+from holdfast import ConfigError, InMemorySnapshot, StateMismatch
 from holdfast.snapshot.state import values
 from tests.unit.test_beginning import STEPS, Job, counted, life, looping, trial, warnings_of
 
@@ -226,6 +226,19 @@ def test_a_class_says_how_its_objects_are_kept(monkeypatch: pytest.MonkeyPatch) 
 
     holdfast.register(Slotted, get=lambda counter: counter.count, set=put)
     assert trial(counted, job_with(Counting)).statistics.failed == 0
+
+
+def test_a_setter_that_fails_is_none_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or older snapshots would be tried, and the user told to give the run up."""
+    monkeypatch.setattr(values, "_ways", {})
+
+    def put(counter: Slotted, held: dict[str, int]) -> None:
+        counter.count = held["renamed"]
+
+    holdfast.register(Slotted, get=lambda counter: {"count": counter.count}, set=put)
+    held = values.encode(Slotted(), "counter", {})
+    with pytest.raises(StateMismatch, match=r"set= for Slotted .*renamed"):
+        values.decode_plain(held)
 
 
 @pytest.mark.parametrize(
