@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -106,6 +107,9 @@ def _connect(find: Callable[[], Address]) -> socket.socket:
         host, port = find()
         try:
             connection = socket.create_connection((host, port), timeout=CONNECT_S)
+            if connection.getsockname() == connection.getpeername():  # by chance it came from the port that it is for
+                connection.close()  # now rank 0 can listen there
+                raise ConnectionRefusedError
         except OSError as error:  # rank 0 still imports
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"rank 0's supervisor cannot be reached at {host}:{port}") from error
@@ -159,6 +163,9 @@ def _host(place: JobPlace, port: int) -> Address:
         return own
     try:
         die_with(parent)
+        with suppress(OSError, ValueError):  # each rank has a connection here, and one to the store
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # sent to the whole group; it ends with the supervisor
         rendezvous = Rendezvous(listening, host, place)

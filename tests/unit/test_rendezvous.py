@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.integrations.survivors.attempts import JobPlace, to_line
-from holdfast.integrations.survivors.rendezvous import Rendezvous
+from holdfast.integrations.survivors.rendezvous import Rendezvous, _connect, _host
 from tests.deadlines import DEADLINE_S
+from tests.smp_kit import limited
 
 WORLD = 4
 
@@ -100,3 +104,40 @@ def test_a_standby_that_goes_is_forgotten_and_one_that_stays_hears_of_the_end(me
 @pytest.mark.parametrize("message", [{"standby": "c", "local": "x"}, {"rank": 0}, {"start": "x", "rank": 9}])
 def test_whoever_says_nothing_sensible_is_left(meeting: Meeting, message: dict[str, Any]) -> None:
     assert meeting.connect(message).recv(1) == b""
+
+
+def test_more_ranks_than_a_process_may_have_files_by_default() -> None:
+    files = max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()) + 8
+    world = files + 8
+    with limited(resource.RLIMIT_NOFILE, files):
+        address = _host(JobPlace(0, world, "", 0, False, "x", 9, {}), 0)
+    serving = psutil.Process().children()[-1]
+    connections = [socket.create_connection(address, timeout=DEADLINE_S) for _ in range(world)]
+    try:
+        for rank, connection in enumerate(connections):
+            connection.sendall(to_line({"start": "x", "rank": rank}))
+            assert b"attempt" in connection.recv(4096)
+    finally:
+        serving.kill()
+        serving.wait(DEADLINE_S)
+        for connection in connections:
+            connection.close()
+
+
+def test_a_connection_to_itself_leaves_the_port_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TCP makes one if nobody listens at a port, and it is drawn as that of the connection."""
+    own, connect = socket.socket(), socket.create_connection
+    own.bind(("127.0.0.1", 0))
+    address = own.getsockname()
+    own.connect(address)
+    listening: list[socket.socket] = []
+
+    def first_to_itself(address: tuple[str, int], timeout: float) -> socket.socket:
+        if own.fileno() >= 0:
+            return own
+        listening.append(socket.create_server(address))
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", first_to_itself)
+    with _connect(lambda: address) as connection, listening[0]:
+        assert connection.getpeername() != connection.getsockname()
