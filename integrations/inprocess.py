@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, ParamSpec
@@ -172,16 +173,17 @@ class _News:
 
     def _listen(self) -> None:
         buffer = b""
-        while data := self._channel.recv(4096):
-            messages, buffer = parse_lines(buffer + data)
-            with self._changed:
-                for message in messages:
-                    self._newest = JobAttempt(*message["attempt"])
-                # A kernel of NCCL waits for a rank that is gone until somebody aborts it; gloo sees by itself. Under
-                # the lock, or this might hit the process groups of the attempt that is taken meanwhile.
-                if self._newest is not self.attempt and _uses_nccl():
-                    abandon_process_groups()
-                self._changed.notify_all()
+        with suppress(ConnectionResetError):  # an end like any other, when something said here was not read
+            while data := self._channel.recv(4096):
+                messages, buffer = parse_lines(buffer + data)
+                with self._changed:
+                    for message in messages:
+                        self._newest = JobAttempt(*message["attempt"])
+                    # A kernel of NCCL waits for a rank that is gone until somebody aborts it; gloo sees by itself.
+                    # Under the lock, or this might hit the process groups of the attempt that is taken meanwhile.
+                    if self._newest is not self.attempt and _uses_nccl():
+                        abandon_process_groups()
+                    self._changed.notify_all()
         with self._changed:
             self._is_open = False
             self._changed.notify_all()

@@ -25,7 +25,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import InMemorySnapshot
-from holdfast.integrations.inprocess import abandon_process_groups, forget
+from holdfast.integrations.inprocess import _News, abandon_process_groups, forget
+from holdfast.integrations.survivors.attempts import JobAttempt, to_line
 from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
 from holdfast.smp_daemon.shared.processes import await_end
@@ -336,6 +337,17 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(
             smp = psutil.Process(owner.pid)
             smp.kill()
             smp.wait(DEADLINE_S)
+
+
+def test_a_trainer_hears_the_end_of_attempts_also_if_what_it_said_was_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        news = _News(JobAttempt(0, "", 0), theirs)
+        ours.sendall(to_line({"attempt": JobAttempt(1, "", 0)}))
+        assert news.take(DEADLINE_S)
+        news.begin()
+        ours.close()
+        assert not news.take(5.0) and not news._is_open
 
 
 def test_process_groups_can_be_given_up_where_there_are_none() -> None:
