@@ -255,13 +255,13 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
         elif type(part) is torch.Tensor and part.layout is torch.strided:
             found.append((part, part._version))
             size += part.nbytes
-        elif type(part) is np.ndarray and part.dtype.kind in "biufc":
+        elif type(part) is np.ndarray and part.dtype.kind in "biufc" and part.nbytes <= LARGEST:
             found.append((type(part), part.tobytes()))
             size += part.nbytes
-        elif type(part) in _LISTS:
+        elif type(part) in _LISTS and len(part) < MOST:
             found.append((type(part), len(part)))
             todo += part
-        elif type(part) in _MAPPINGS and all(type(key) in _PLAIN for key in part):
+        elif type(part) in _MAPPINGS and len(part) < MOST and all(type(key) in _PLAIN for key in part):
             found.append((type(part), tuple(part)))
             todo += part.values()
         else:

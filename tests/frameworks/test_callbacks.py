@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from holdfast.hook import SettledSnapshot
-from holdfast.integrations.callbacks import CallbackState
+from holdfast.integrations.callbacks import LARGEST, CallbackState, _items
 
 
 class Callback:
@@ -155,3 +157,13 @@ def test_what_a_callback_says_of_itself_is_not_overlooked(arena: Path, caplog: p
         overlooked.look()
     assert "by no snapshot" not in caplog.text
     snap.close()
+
+
+@pytest.mark.parametrize("value", [np.zeros(LARGEST + 1, np.uint8), [0] * 1_000_000, dict.fromkeys(range(1_000_000))])
+def test_what_is_too_large_to_be_captured_is_not_copied_at_each_step(value: Any) -> None:
+    tracemalloc.start()
+    try:
+        assert _items(value) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
