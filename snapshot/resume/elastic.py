@@ -295,7 +295,7 @@ class OtherWorld(Attempt):
         wanted = None if problem else [fill.item.name for fill in self.fills]
         asked = [json.loads(text) for text in agreement.gather(json.dumps([self._coord, wanted]).encode())]
         if problem is None and all(keys is not None for _, keys in asked):
-            of_group = {key for coord, keys in asked if coord in members(self._new, self._coord) for key in keys}
+            of_group = {key for coord, keys in asked if group_of(coord) == group_of(self._coord) for key in keys}
             problem = failure_of(lambda: refuse_unfit(unclaimed(self._index, of_group)), StateMismatch)
         return problem
 
