@@ -75,6 +75,5 @@ def derive(seed: int, coord: str, step: int, like: Mapping[str, Any]) -> dict[st
     }
     found = states(made)
     if "cuda" in like:
-        devices = range(len(like["cuda"]))
-        found["cuda"] = [state_of(torch.Generator(f"cuda:{i}").manual_seed(number)) for i in devices]
+        found["cuda"] = [state_of(torch.Generator("cuda").manual_seed(number))] * len(like["cuda"])
     return found
