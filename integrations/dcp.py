@@ -110,10 +110,15 @@ class MemoryWriter(StorageWriter):
         Raises:
             HoldfastError: a rank failed; the checkpoint before this one is still there.
         """
-        tensors = {f"{i}:{item.index.fqn}": _resolve(item, planner) for i, item in enumerate(plan.items)}
-        items = [(leaf, *_described(item)) for leaf, item in zip(tensors, plan.items, strict=True)]
-        record = encode((self._name, self._memory.coord, plan.planner_data or {}, items), "checkpoint", {})
-        self._memory.write(tensors, json.dumps(record, separators=(",", ":")).encode())
+        tensors: dict[str, torch.Tensor] = {}
+
+        def find() -> tuple[dict[str, torch.Tensor], bytes]:
+            tensors.update((f"{i}:{item.index.fqn}", _resolve(item, planner)) for i, item in enumerate(plan.items))
+            items = [(leaf, *_described(item)) for leaf, item in zip(tensors, plan.items, strict=True)]
+            record = encode((self._name, self._memory.coord, plan.planner_data or {}, items), "checkpoint", {})
+            return tensors, json.dumps(record, separators=(",", ":")).encode()
+
+        self._memory.write(find)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [

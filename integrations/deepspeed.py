@@ -83,14 +83,17 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             StateMismatch: a state has something that cannot be kept exactly; the message names it.
             HoldfastError: a rank failed; the checkpoint before this one is still there.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        files = {path: encode(state, Path(path).name, tensors) for path, state in self._saving.items()}
-        latest = None
+        record: dict[str, Any] = {"files": {}, "latest": None}
         if info is not None and info.save_latest:
-            latest = [os.path.normpath(Path(info.save_dir, "latest")), str(info.tag)]
-        record = {"files": files, "latest": latest}
-        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        self._memory.write(plain, json.dumps(record, separators=(",", ":")).encode())
+            record["latest"] = [os.path.normpath(Path(info.save_dir, "latest")), str(info.tag)]
+
+        def find() -> tuple[dict[str, torch.Tensor], bytes]:
+            tensors: dict[str, torch.Tensor] = {}
+            record["files"] = {path: encode(state, Path(path).name, tensors) for path, state in self._saving.items()}
+            plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+            return plain, json.dumps(record, separators=(",", ":")).encode()
+
+        self._memory.write(find)
         self._saving.clear()
         self._share(record)
         return True

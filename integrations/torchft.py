@@ -93,7 +93,7 @@ class MemoryTransport(CheckpointTransport[T]):  # type: ignore[misc, unused-igno
         sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
         record = {"mark": self._mark, "step": step, "state": state, "sharded": sharded}
         plain = {name: local(tensor).detach().contiguous() for name, tensor in tensors.items()}
-        self._memory.write(plain, json.dumps(record, separators=(",", ":")).encode())
+        self._memory.write(lambda: (plain, json.dumps(record, separators=(",", ":")).encode()))
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Return the state that was sent for `step`, with new tensors in host memory. Blocks until it is there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -131,17 +131,27 @@ class Memory:
             self._run = run
         return self._run
 
-    def write(self, tensors: Mapping[str, torch.Tensor], record: bytes) -> SnapshotId:
-        """Copy tensors and a record into a slot, and wait until every node has protected its own. A collective call;
-        blocks. The previous snapshot is kept until then, and freed afterwards.
+    def write(self, find: Callable[[], tuple[Mapping[str, torch.Tensor], bytes]]) -> SnapshotId:
+        """Copy tensors and a record, which `find` returns, into a slot, and wait until every node has protected its
+        own. A collective call; blocks. The previous snapshot is kept until then, and freed afterwards.
 
         Raises:
-            HoldfastError: a rank could not; the previous snapshot is still there.
+            HoldfastError: a rank could not, or its `find` failed; the previous snapshot is still there.
         """
         run = self.begin()
-        leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
-        self._engine.cover({tensor.device for tensor in tensors.values()})
-        form = plan_format(self.job, self.coord, leaves, len(record), run.id)
+
+        def plan() -> tuple[Mapping[str, torch.Tensor], bytes, SlotFormat]:
+            try:
+                tensors, record = find()
+            except HoldfastError:
+                raise
+            except Exception as error:  # the other ranks wait for this one
+                raise HoldfastError(f"what is to be kept could not be had: {error!r}") from error
+            leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
+            self._engine.cover({tensor.device for tensor in tensors.values()})
+            return tensors, record, plan_format(self.job, self.coord, leaves, len(record), run.id)
+
+        tensors, record, form = together(self.agreement, plan)
         self._reserve(form, run)
         self._step += 1
         snapshot = SnapshotId(self._epoch, self._step)

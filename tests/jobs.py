@@ -278,6 +278,15 @@ def checkpoint() -> None:
         save({"weight": torch.ones(3)}, storage_writer=writer)
         writer.close(keep=False)
         return
+    if args["mode"] == "save what one cannot":
+        writer = MemoryWriter(job="dcp", arena=arena)
+        part = torch.ones(3).to_sparse() if trainer.rank == args["rank"] else torch.ones(3)
+        try:
+            save({f"weight{trainer.rank}": part}, storage_writer=writer)
+        except CheckpointException as refusal:
+            trainer.report("end", failures=[str(failure[0]) for failure in refusal.failures.values()])
+        writer.close(keep=False)
+        return
     if args["mode"] == "save":
         writer = MemoryWriter(job="dcp", arena=arena)
         for step in range(args["saves"]):

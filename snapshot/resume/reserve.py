@@ -60,7 +60,9 @@ def raise_together(worst: int, problem: HoldfastError | None) -> None:
         raise SmpUnavailable(str(problem)) from problem
     if worst == REFUSED:
         if problem is None or standing_of(problem) == AWAY:
-            raise ConfigError("another rank's SMP could not reserve its memory; see that rank's error") from problem
+            raise ConfigError(
+                "another rank cannot keep its state, or its SMP not reserve memory for it; see that rank's error"
+            ) from problem
         raise problem
 
 

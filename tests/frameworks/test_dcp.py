@@ -66,6 +66,12 @@ def test_a_save_by_one_rank_is_refused_at_once(launcher: Launcher, arena: Path, 
     assert why in failure and "no_dist=True" in failure
 
 
+def test_a_rank_that_cannot_save_its_part_keeps_nobody_waiting(launcher: Launcher, arena: Path) -> None:
+    for end in run(launcher, arena, "save what one cannot", 2, rank=1):
+        other, own = end["failures"]
+        assert "that rank's error" in other and "could not be had" in own
+
+
 def test_where_nothing_was_saved_there_is_nothing(launcher: Launcher, arena: Path) -> None:
     with pytest.raises(JobFailed, match="'dcp' has no"):
         run(launcher, arena, "load", 2)

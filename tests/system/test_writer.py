@@ -20,7 +20,7 @@ def writer(smp: SmpProcess) -> Memory:
 
 
 def write(writer: Memory) -> SnapshotId:
-    return writer.write({"weight": torch.ones(5)}, b"{}")
+    return writer.write(lambda: ({"weight": torch.ones(5)}, b"{}"))
 
 
 def held(smp: SmpProcess) -> set[SnapshotId]:
