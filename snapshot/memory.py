@@ -76,7 +76,7 @@ class Memory:
         self._engine = DeviceEngines()
         self._run: Run | None = None  # set once an epoch has begun to write in
         self._was_laid_out = False  # in this epoch, or an attempt was made: the next one needs another epoch
-        self._capacity = 0  # of the slots; 0: there are none
+        self._capacity = self._planned = 0  # bytes of a slot (0: there are none), and of the record planned for
 
     @property
     def is_first_of_node(self) -> bool:
@@ -147,9 +147,11 @@ class Memory:
                 raise
             except Exception as error:  # the other ranks wait for this one
                 raise HoldfastError(f"what is to be kept could not be had: {error!r}") from error
-            leaves = [leaf_of(name, tensor) for name, tensor in tensors.items()]
             self._engine.cover({tensor.device for tensor in tensors.values()})
-            return tensors, record, plan_format(self.job, self.coord, leaves, len(record), run.id)
+            form = partial(plan_format, self.job, self.coord, [leaf_of(*item) for item in tensors.items()], run=run.id)
+            if form(self._planned).record[1] < len(record):  # else, if only its length differs, the layout stays
+                self._planned = len(record)
+            return tensors, record, form(self._planned)
 
         tensors, record, form = together(self.agreement, plan)
         self._reserve(form, run)

@@ -19,8 +19,8 @@ def writer(smp: SmpProcess) -> Memory:
     return Memory(smp.job, "", smp.arena.parent, start=False, protect="none", deadline_s=DEADLINE_S, agreement=alone)
 
 
-def write(writer: Memory) -> SnapshotId:
-    return writer.write(lambda: ({"weight": torch.ones(5)}, b"{}"))
+def write(writer: Memory, record: bytes = b"{}") -> SnapshotId:
+    return writer.write(lambda: ({"weight": torch.ones(5)}, record))
 
 
 def held(smp: SmpProcess) -> set[SnapshotId]:
@@ -63,7 +63,7 @@ def test_a_write_for_which_there_is_no_memory_keeps_no_later_one_from_its_slots(
     with monkeypatch.context() as full:
         full.setattr(own.client, "configure", refuse)
         with pytest.raises(HoldfastError, match="refused"):
-            own.write({"weight": torch.ones(5000)}, b"{}")
+            own.write(lambda: ({"weight": torch.ones(5000)}, b"{}"))
     first = write(own)
     assert write(own) == SnapshotId(first.epoch, first.step + 1)
 
@@ -78,6 +78,13 @@ def test_a_write_that_is_interrupted_as_it_is_sealed_gives_its_slot_back(
             with pytest.raises(ZeroDivisionError):
                 write(own)
     write(own)
+
+
+def test_a_record_of_another_length_needs_no_other_layout_while_there_is_room(ground: Ground) -> None:
+    """Of a thousand ranks, one has a record that is a page longer or shorter with each write."""
+    first = writer(ground.smp())
+    epochs = [write(first, b"x" * length).epoch for length in (2, 4000, 9000, 17000, 5000, 90000)]
+    assert [epoch - epochs[0] for epoch in epochs] == [0, 0, 1, 1, 1, 2]
 
 
 def refuse(*arguments: object, **more: object) -> None:
