@@ -17,7 +17,8 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
 from holdfast.smp_daemon.recovery.reading import RemoteShard
-from holdfast.smp_daemon.shared.errors import ConfigError
+from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
+from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import plan_restore
 from holdfast.smp_daemon.shared.slotfile import read_record
 from holdfast.smp_daemon.shared.sources import Address
@@ -63,7 +64,9 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
         coords, inventories = memory.find()
         plan = plan_restore(inventories, coords)
         memory.begin()
+        self._snapshot: SnapshotId | None = None
         if plan is not None:
+            self._snapshot = plan.snapshot
             shard, form = memory.recover(plan, memory.coord)
             self._share(json.loads(read_record(shard.view, form)))
             repair_parity(memory.client, plan, coords, memory.coord)
@@ -93,7 +96,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
             return plain, json.dumps(record, separators=(",", ":")).encode()
 
-        self._memory.write(find)
+        self._snapshot = self._memory.write(find)
         self._saving.clear()
         self._share(record)
         return True
@@ -103,6 +106,7 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
 
         Raises:
             ConfigError: the checkpoint in memory has no such file.
+            HoldfastError: it cannot be had; or a save has failed since, of which this rank has its part.
         """
         name = os.path.normpath(path)
         if name not in self._files:
@@ -112,6 +116,8 @@ class MemoryCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-ign
             )
         coord, address = self._files[name]
         with RemoteShard(address, self._memory.job, coord) as shard:
+            if shard.snapshot != self._snapshot:  # other ranks may have none of it
+                raise HoldfastError(f"a save has failed after {self._snapshot}: start the job again to load that")
             form = shard.read_format()
             shard.fetch_all()
             encoded = json.loads(read_record(shard.view, form))["files"][name]

@@ -12,6 +12,7 @@ import torch
 from holdfast.chaos.cluster import JobFailed, VirtualCluster
 from holdfast.chaos.launcher import Launcher
 from holdfast.leftovers import find_leftovers, remove
+from holdfast.smp_daemon.shared.errors import HoldfastError
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.cluster
@@ -91,3 +92,29 @@ def test_objects_of_its_own_come_back(arena: Path) -> None:
     back = decode(encode(value, "", {}), lambda name: torch.empty(0))
     assert back["a"] == value["a"] and list(map(type, back["a"])) == list(map(type, value["a"]))
     assert type(back["b"][0]) is DynamicLossScaler and vars(back["b"][0]) == vars(scaler)
+
+
+def test_a_part_of_a_save_that_failed_is_not_loaded(
+    arena: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.integrations.deepspeed import MemoryCheckpointEngine
+
+    def fail(*arguments: object) -> None:
+        raise HoldfastError("another node did not answer")
+
+    path = str(tmp_path / "last" / "states.pt")
+    engine = MemoryCheckpointEngine(job="deepspeed")
+    for saved in (1, 2):
+        engine.save({"step": saved}, path)
+        engine.commit(None)
+    assert engine.load(path) == {"step": 2}
+    with monkeypatch.context() as failing:
+        failing.setattr(engine._memory.client, "await_outcome", fail)
+        engine.save({"step": 3}, path)
+        with pytest.raises(HoldfastError, match="did not answer"):
+            engine.commit(None)
+    with pytest.raises(HoldfastError, match="a save has failed"):
+        engine.load(path)
+    engine.commit(None)
+    assert engine.load(path) == {"step": 3}
+    engine.close(keep=False)
