@@ -121,7 +121,7 @@ def status(job: str | None = None, *, on: str = "") -> JobSmps:
         agent = _find(_name(name, first.ray_node))
         try:
             sentence = _answer(agent.overview.remote(), time.monotonic() + ANSWER_DEADLINE_S) if agent else ""
-        except (RayActorError, DeadlineExceeded) as error:
+        except (RayActorError, HoldfastError) as error:
             sentence = f"not known: {error}"
     return JobSmps(name, smps, sentence)
 
@@ -311,6 +311,10 @@ def _ask(job: str, node: str, limit: float, *, begin: bool = False) -> NodeSmp:
         return NodeSmp(node, **_answer(agent.report.remote(begin), limit))
     except (RayActorError, DeadlineExceeded) as error:
         return NodeSmp(node, trouble=f"its node agent does not answer: {error}")
+    except HoldfastError as error:
+        if begin:
+            raise
+        return NodeSmp(node, trouble=str(error))
 
 
 def _end(agent: Any, remove: bool, force: bool) -> None:

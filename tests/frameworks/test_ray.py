@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from holdfast.chaos import faults
 from holdfast.chaos.differences import compare
 from holdfast.chaos.launcher import Launcher
-from holdfast.smp_daemon.shared.errors import ConfigError, Unrecoverable
+from holdfast.smp_daemon.shared.errors import ConfigError, ProtocolError, Unrecoverable
 
 pytest.importorskip("ray")
 
@@ -78,6 +79,17 @@ def test_what_is_wrong_is_said_before_anything_is_started() -> None:
         ray_nodes.start("a job")
     with pytest.raises(ConfigError, match="one worker"):
         WorkerGroup(0, job="job")
+
+
+def test_what_is_wrong_on_one_node_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RayTaskError("report", "trace", ProtocolError("smp.json is gone"))
+
+    agent = SimpleNamespace(report=SimpleNamespace(remote=lambda begin: None))
+    monkeypatch.setattr(ray_nodes, "nodes", lambda on="": ["one", "two"])
+    monkeypatch.setattr(ray_nodes, "_find", lambda name: agent if name.endswith("one") else None)
+    monkeypatch.setattr("ray.get", fail)
+    assert [smp.trouble for smp in ray_nodes.status("job").smps] == ["smp.json is gone", "it has no node agent"]
 
 
 def test_each_kind_of_the_catalogue_is_injected_by_some_backend() -> None:
