@@ -207,9 +207,8 @@ class _News:
 
 
 def _uses_nccl() -> bool:
-    if not dist.is_initialized():
-        return False
-    return any("nccl" in str(dist.get_backend(group)) for group in distributed_c10d._world.pg_map)
+    groups = [*distributed_c10d._world.pg_map.values()]  # a copy: the main thread may be making some
+    return any("nccl" in str(backend) for backend, _ in groups)
 
 
 def _train(main: Callable[[], object], patience_s: float, first: JobAttempt, channel: socket.socket) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import InMemorySnapshot
-from holdfast.integrations.inprocess import _News, abandon_process_groups, forget
+from holdfast.integrations.inprocess import _News, _uses_nccl, abandon_process_groups, forget
 from holdfast.integrations.survivors.attempts import JobAttempt, to_line
 from holdfast.scratch import Scratch
 from holdfast.smp_daemon.shared.paths import ARENA_ENV, read_owner
@@ -358,6 +359,24 @@ def test_process_groups_can_be_given_up_where_there_are_none() -> None:
     abandon_process_groups()
     assert not dist.is_initialized()
     abandon_process_groups()
+
+
+def test_groups_may_be_made_while_a_thread_looks_what_they_use() -> None:
+    looks: list[bool] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            looks.append(_uses_nccl())
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(look)
+        for _ in range(100):
+            dist.new_group([0])
+        ended.set()
+    abandon_process_groups()
+    assert looking.exception() is None and looks and not any(looks)
 
 
 def test_a_process_group_is_freed_after_what_uses_it() -> None:
