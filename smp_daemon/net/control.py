@@ -103,7 +103,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[type-arg]  # not so when it
 
 
 def learn(signer: Signer, address: str, call: Any) -> bool:
-    """Learn a server's name from its refusal of `call`. Returns whether it is new, so that a retry makes sense."""
+    """Learn a server's name from its refusal of `call`. Returns whether it gave one, so that a retry makes sense."""
     if call.code() is not grpc.StatusCode.UNAUTHENTICATED:
         return False
     return signer.learn(address, value(call.trailing_metadata(), SERVER_KEY))

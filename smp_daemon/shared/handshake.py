@@ -145,8 +145,8 @@ class Signer:
         return Signed(self._name, next(self._numbers), server, _digest(request)).by(self._key, method)
 
     def learn(self, address: str, name: bytes) -> bool:
-        """Note the name that a server has given. Returns whether it is new."""
-        if len(name) != NAME_BYTES or self._servers.get(address) == name:
+        """Note the name that a server has given. Returns whether it is one: another thread may have noted it before."""
+        if len(name) != NAME_BYTES:
             return False
         self._servers[address] = name
         return True

@@ -471,6 +471,18 @@ def test_a_call_that_was_overheard_cannot_be_repeated(ground: Ground, tmp_path: 
                 say_control(smp.control, body, overheard)
 
 
+def test_calls_that_learn_a_servers_name_at_once_are_all_answered(ground: Ground, tmp_path: Path) -> None:
+    """As when an SMP has started again while its peers have something to tell it."""
+    with credentials(token_file(tmp_path / "token")):
+        smp = ground.smp()
+        with PeerClient(JOB) as client, ThreadPoolExecutor(8) as pool:
+            for _ in range(2):
+                client.ping(smp.control, DEADLINE_S, starting=True)
+                smp.restart()
+                pings = [pool.submit(client.ping, smp.control, DEADLINE_S, starting=True) for _ in range(8)]
+                assert {each.result().node for each in pings} == {"node0"}
+
+
 def test_a_call_whose_request_was_exchanged_is_refused(ground: Ground, tmp_path: Path) -> None:
     with credentials(token_file(tmp_path / "token")):
         smp = ground.smp()
