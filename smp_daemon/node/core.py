@@ -89,7 +89,7 @@ class Core:
         self.credentials = system.credentials()
         self.peers = PeerClient(job, self.credentials, system)
         self._protector = Protector(self.peers, Pacer(settings.BANDWIDTH.value(environment)), links, priority, system)
-        self.recoveries = Recoveries(silent_s=self._silent_s)
+        self.recoveries = Recoveries(system.monotonic, self._silent_s)
         self.store = Store(
             self.arena,
             job,

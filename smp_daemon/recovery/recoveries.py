@@ -9,7 +9,6 @@ first, is not a recovery. A start that ends before its first step is a part of t
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ SPANS = (
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One recovery on one node. Moments are seconds since 1970 by this node's clock; 0: not yet, or never seen.
+    """One recovery on one node. Moments are seconds of its monotonic clock; 0: not yet, or never seen.
 
     Attributes:
         epoch: the epoch that began with it. `step`: the step that it went back to; -1: nothing was restored yet.
@@ -83,9 +82,9 @@ class Recovery:
 class Recoveries:
     """The last `KEPT` recoveries of this node, and the current one. Thread-safe; no call blocks."""
 
-    def __init__(self, clock: Callable[[], float] = time.time, silent_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, monotonic: Callable[[], float], silent_s: Callable[[], float] = lambda: 0.0) -> None:
         """`silent_s`: for how long the peer of this node that is silent longest has been, in seconds; 0: none is."""
-        self._clock = clock
+        self._monotonic = monotonic
         self._silent_s = silent_s
         # Guards all fields below. Connection threads and the watchdog's thread hold it for moments, some with the
         # store's lock held, and take no other lock while they hold it.
@@ -97,7 +96,7 @@ class Recoveries:
 
     def lost(self, coord: str) -> None:
         """Note that a trainer of the current epoch has ended otherwise than well. `silent_s` is called."""
-        now, silent_s = self._clock(), self._silent_s()
+        now, silent_s = self._monotonic(), self._silent_s()
         with self._lock:
             if not self._ends:
                 self._silent = now - silent_s if silent_s else 0.0
@@ -114,7 +113,7 @@ class Recoveries:
             before = self._now
             moments = sorted(self._ends.values()) or [0.0]
             lost, coords = self._silent or moments[0], tuple(sorted(self._ends))
-            found = Recovery(epoch, self._clock(), lost=lost, ended=moments[-1], coords=coords)
+            found = Recovery(epoch, self._monotonic(), lost=lost, ended=moments[-1], coords=coords)
             if before is not None and before.stepped and before.restored:
                 self._done.append(before)
             elif before is not None and not before.stepped and before.lost:  # what went on then goes on now
@@ -132,7 +131,7 @@ class Recoveries:
             self._now = replace(
                 now,
                 step=snapshot.step,
-                restored=self._clock(),
+                restored=self._monotonic(),
                 how=(*(each for each in now.how if each[0] != coord), (coord, how)),
                 bytes_fetched=now.bytes_fetched + bytes_fetched,
             )
@@ -153,13 +152,13 @@ class Recoveries:
         """Note that this node's group has committed all parity of a snapshot."""
         with self._lock:
             if self._now is not None and self._now.epoch == snapshot.epoch and not self._now.protected:
-                self._now = replace(self._now, protected=self._clock())
+                self._now = replace(self._now, protected=self._monotonic())
 
     def _trains(self, now: Recovery, step: int) -> None:
         if now.stepped or step < max(1, now.step):
             return
         loaded = step == now.step
-        self._now = replace(now, restored=self._clock()) if loaded else replace(now, stepped=self._clock())
+        self._now = replace(now, restored=self._monotonic()) if loaded else replace(now, stepped=self._monotonic())
 
     def last(self) -> list[Recovery]:
         """The recoveries, newest first; the current one counts once a shard is restored."""

@@ -22,6 +22,7 @@ from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import EVENTS_KEPT, MAX_EVENT_CHARACTERS, LogEvent, get_log, last_events, log_to
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json
 from tests.deadlines import DEADLINE_S, await_that
+from tests.proof.chaos.network import clocks
 from tests.smp_kit import JOB, Ground, Trainer
 from tests.system.test_regroup import come_back
 
@@ -196,6 +197,25 @@ def test_the_end_of_a_trainer_of_whatever_kind_begins_it(ground: Ground, how: st
     (node,) = recovery["nodes"]
     assert node["lost"] == ("dp9",)
     assert [name for name, _ in node["spans"]] == ["detect", "restart", "load", "first step"]
+
+
+@pytest.mark.skipif(bool(clocks.unavailable()), reason=clocks.unavailable() or "-")
+def test_a_clock_that_is_set_meanwhile_makes_it_no_longer(
+    ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ground, "zygote", None)
+    for name, value in (clocks.compile_shim(tmp_path) | {clocks.ENV: str(tmp_path / "clock")}).items():
+        monkeypatch.setenv(name, value)
+    clocks.set_clock(tmp_path / "clock", 0)
+    [smp], run = ground.job([[3000]])
+    run.protect(1)
+    train_and_end(smp.arena, smp.job, "killed")
+    await_that(lambda: run["dp0"].client.inventory().trainers == 1)
+    clocks.set_clock(tmp_path / "clock", 3600)
+    come_back(run, [smp], [])
+    (recovery,) = look(JOB, smp.control).recoveries
+    assert recovery["nodes"][0]["lost"] == ("dp9",)
+    assert recovery["seconds"] < 3600
 
 
 def train_and_end(arena: Path, job: str, how: str) -> None:
