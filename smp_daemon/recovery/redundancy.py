@@ -103,6 +103,11 @@ def _tolerates(
     """Like `tolerates`, with holders numbered in order of appearance, so that most groups of a large job are equal and
     the cache helps. `stripes`: None if the group has no parity."""
     holders = sorted({at for row in (*shards, parities) for at in row if at is not None})
+    # No stripe loses more units than positions lose something. So what parity surely covers is not tried out, which
+    # takes minutes in a group of a hundred nodes.
+    places = [{*row, at} for row, at in zip(shards, parities, strict=True)]
+    most = sorted((sum(at in place for place in places) for at in holders), reverse=True)
+    spare = (stripes.parity if stripes is not None else 0) - sum(None in place for place in places)
 
     def survives(gone: Sequence[int]) -> bool:
         lost = [
@@ -116,7 +121,7 @@ def _tolerates(
 
     count = -1
     for losses in range(min(MOST_TRIED, len(holders)) + 1):
-        if not all(survives(gone) for gone in combinations(holders, losses)):
+        if sum(most[:losses]) > spare and not all(survives(gone) for gone in combinations(holders, losses)):
             break
         count = losses
     return count

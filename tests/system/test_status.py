@@ -25,12 +25,13 @@ from holdfast.cli import status
 from holdfast.cli.main import main, make_parser
 from holdfast.cli.output import NO_ANSWER
 from holdfast.cli.status import render
+from holdfast.ec import Stripes
 from holdfast.report import say
 from holdfast.smp_daemon.ops.metrics import GAUGES, VIEWS, exposition, sees_the_job
 from holdfast.smp_daemon.ops.overview import Overview, look
 from holdfast.smp_daemon.ops.status import Status
 from holdfast.smp_daemon.ops.web import is_local, page
-from holdfast.smp_daemon.recovery.redundancy import redundancies, safest
+from holdfast.smp_daemon.recovery.redundancy import MOST_TRIED, redundancies, safest
 from holdfast.smp_daemon.shared.addresses import parse_http
 from holdfast.smp_daemon.shared.counters import COUNTS, Counters
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError, ProtocolError
@@ -122,6 +123,13 @@ def test_as_many_losses_are_stood_as_restores_can_be_planned_after(
     assert found.tolerates == survived
     silent = {name for group in found.groups for name in group.silent}
     assert silent == {f"node{i}" for i in range(nodes)} - set(names)
+
+
+def test_what_parity_surely_covers_is_not_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred nodes any three may be lost in 161,700 ways, and each takes milliseconds."""
+    monkeypatch.setattr(Stripes, "decodable", lambda *lost: pytest.fail("it is tried out"))
+    found = safest(redundancies(everything(layout_of(100, 64, 4, least=300_000))))
+    assert found is not None and found.tolerates == MOST_TRIED
 
 
 def _can_be_had(held: Sequence[Inventory], lost: Sequence[str]) -> bool:
