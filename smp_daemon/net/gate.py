@@ -98,6 +98,7 @@ class Gate:
         at most `MAX_DISCARDED_BYTES`. Raises `OSError` if the connection has ended already.
         """
         peer, ours = sock.getpeername()[:2], sock.getsockname()[:2]
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a peer that loses power does not hang up
         if not self.credentials:
             return self._of_this_user(sock, peer, ours)
         tls, token = self.credentials.tls, self.credentials.token

@@ -273,6 +273,14 @@ def test_a_refusal_is_logged_once_a_minute_for_each_address() -> None:
     assert gate.complain("a", "why")
 
 
+def test_a_connection_that_is_let_in_ends_some_time_after_its_peer_has_lost_power() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        admitted = Gate(Credentials(), JOB).admit(server.accept()[0])
+        assert admitted is not None
+        with admitted:
+            assert admitted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 # ---------------------------------------------------------------------- real SMPs
 
 
