@@ -85,7 +85,8 @@ class World:
         `Fetcher` does."""
         speeds, asked = self.chooser.speeds, way.through[0]
         speeds[asked].open += 1
-        shared, began, patience = speeds[asked].open, self.now, ways.patience_s(speeds)
+        shared, strikes = speeds[asked].open, speeds[asked].strikes
+        began, patience = self.now, ways.patience_s(speeds)
         self.played.ways[way.kind] += 1
         self.played.requested[asked] += 1
         ends: list[float] = []
@@ -116,7 +117,7 @@ class World:
             ways.late.add(asked)
             speeds[asked].late = True
         elif failure in ("late", "broke"):
-            speeds.failed(asked, silent=failure == "late")
+            speeds.failed(asked, strikes, silent=failure == "late")
         elif way.kind is WayKind.WHOLE:
             ways.failed.add(asked)
         else:

@@ -235,7 +235,7 @@ class _Asked:
     Attributes:
         way: by which way; for a sum, with one operand.
         address: the address of the SMP that is asked, of all that it has.
-        shared: how many requests that SMP has open, with this one.
+        shared: how many requests that SMP has open, with this one. `strikes`: see `SourceSpeed`, as it was made.
         began_s, patience_s: when it was made, and after how long it is late.
     """
 
@@ -243,6 +243,7 @@ class _Asked:
     address: Address
     links: Links
     shared: int
+    strikes: int
     began_s: float
     patience_s: float
 
@@ -518,7 +519,8 @@ class Fetcher(UnitSource):
             number, self._requests = self._requests, self._requests + 1
             patience_s = ways.patience_s(self._chooser.speeds)
             links = self._take_links(way.through[0])
-        asked = _Asked(way, way.through[0], links, source.open, self._network.monotonic(), patience_s)
+            shared, strikes = source.open, source.strikes
+        asked = _Asked(way, way.through[0], links, shared, strikes, self._network.monotonic(), patience_s)
         with self._noting(unit, ways, asked):
             links.set_deadline(patience_s)
             asked = replace(asked, address=self._connect(asked, number))
@@ -595,7 +597,7 @@ class Fetcher(UnitSource):
             ways.late.add(address)
             speeds[address].late = True
         elif isinstance(error, SmpUnavailable | DeadlineExceeded):
-            speeds.failed(address, silent=is_silent)
+            speeds.failed(address, asked.strikes, silent=is_silent)
         elif asked.way.kind is WayKind.WHOLE:
             ways.failed.add(address)
         else:

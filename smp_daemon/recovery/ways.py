@@ -30,7 +30,7 @@ SLOW_S = 0.005
 """A source that takes less than this for a unit, in seconds, is never slow."""
 
 STRIKES = 2
-"""Number of broken connections in a row after which a source is gone. After the first, a new connection is tried."""
+"""Number of failures in a row after which a source is gone. After the first, a new connection is tried."""
 
 FIRST_PATIENCE_S = 2.0
 LEAST_PATIENCE_S = 1.0
@@ -163,9 +163,13 @@ class Speeds:
             self[address].late = False
         self[through[0]].strikes = 0
 
-    def failed(self, address: Address, *, silent: bool) -> None:
-        """Note that a connection broke or, if `silent`, that no answer came for as long as one is ever waited for."""
-        self[address].strikes += STRIKES if silent else 1
+    def failed(self, address: Address, strikes: int, *, silent: bool) -> None:
+        """Note that a connection broke or, if `silent`, that no answer came for as long as one is ever waited for.
+
+        Args:
+            strikes: how many the source had when the request was made: connections that break together count once.
+        """
+        self[address].strikes = max(self[address].strikes, strikes + (STRIKES if silent else 1))
 
     def is_gone(self, address: Address) -> bool:
         """Whether it has failed too often to be used again."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.smp_daemon.recovery.fetch import Fetcher
+from holdfast.smp_daemon.recovery.fetch import WORKERS, Fetcher
 from holdfast.smp_daemon.service import SocketListener, bind_tcp
 from holdfast.smp_daemon.shared.client import RecoveredShard
 from holdfast.smp_daemon.shared.counters import Counters
@@ -135,6 +135,12 @@ class Giver:
     def ended(self) -> None:
         """Nothing to clean up."""
 
+    def cut(self) -> None:
+        """End all connections, and answer whoever connects from now on."""
+        for stream in list(self._listener._live):
+            stream.close()
+        self.may.set()
+
     def close(self) -> None:
         self.may.set()
         self._listener.close()
@@ -200,6 +206,19 @@ def test_nothing_is_written_once_it_has_failed(ground: Ground) -> None:
         with pytest.raises(Unrecoverable, match=r"0 units .* 1 are needed"):
             load(sources, out)
         assert not any(out)
+
+
+def test_connections_that_break_at_the_same_time_are_one_failure_of_their_source(ground: Ground) -> None:
+    units = {i: bytes([i]) * UNIT for i in range(UNITS)}
+    with mirror(ground, units, {}) as (sources, holder, other):
+        other.close()
+        out = bytearray(UNIT * UNITS)
+        loading = ground.meanwhile(load, sources, out)
+        for _ in range(WORKERS):
+            assert holder.asked.acquire(timeout=DEADLINE_S)
+        holder.cut()
+        loading.result(SOON_S)
+        assert out == b"".join(units.values())
 
 
 def test_connections_and_threads_are_bounded_and_end_with_it(ground: Ground) -> None:
