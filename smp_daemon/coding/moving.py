@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.deadlines import Progress
 from holdfast.smp_daemon.shared.errors import ConfigError, DeadlineExceeded, HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.inventory import Inventory
-from holdfast.smp_daemon.shared.layout import Layout
+from holdfast.smp_daemon.shared.layout import Layout, Node
 from holdfast.smp_daemon.shared.limits import move_deadline
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.messages import Enlist, Obeyed, Phase, Regroup
@@ -132,7 +132,7 @@ class Monitor:
                 continue
             try:
                 if self._is_incomplete(layout) or self._is_cluttered(layout):
-                    self._have_regrouped(layout, Regroup(job=layout.job), PING_DEADLINE_S, HoldfastError)
+                    self._have_regrouped(layout, Regroup(job=layout.job), PING_DEADLINE_S)
                 self._episodes.end("watch", "the group is watched again")
             except HoldfastError as error:
                 self._episodes.begin("watch", "the group could not be watched: %s", error)
@@ -185,7 +185,7 @@ class Monitor:
         if layout is None:
             return
         request = Regroup(job=layout.job, leaving=True, spares=tuple(spares), still=still)
-        self._have_regrouped(layout, request, deadline_s, SmpUnavailable)
+        self._have_regrouped(layout, request, deadline_s)
 
     def enlist(self, epoch: int, start: Start | None) -> None:
         """Join `epoch`, which `start` began, as a spare, so that this SMP can take part in a regrouping of its run.
@@ -200,20 +200,28 @@ class Monitor:
 
     # ------------------------------------------------------------------ in charge
 
-    def _have_regrouped(self, layout: Layout, request: Regroup, deadline_s: float, away: type[HoldfastError]) -> None:
-        """Ask the first node of the layout that answers, which is in charge. `away`: by which error it is not."""
+    def _have_regrouped(self, layout: Layout, request: Regroup, deadline_s: float) -> None:
+        """Ask the first node of the layout that answers, which is in charge. Raises what it replies with."""
         for node in layout.nodes:
             if node.name == self._store.node:
                 self.lead(request)
                 return
-            try:
+            if self._answers(node):
                 self._peers.ask(node.control, request, deadline_s)
-                self._episodes.end(node.name, "%s can lead a regrouping again", node.name, extra=about(peer=node.name))
                 return
-            except away as error:
-                text, extra = "%s cannot lead a regrouping: %s", about(peer=node.name)
-                self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
         raise SmpUnavailable(f"no node of the job's layout answers: {', '.join(node.name for node in layout.nodes)}")
+
+    def _answers(self, node: Node) -> bool:
+        """Whether an SMP answers soon: a silent one would be waited for as long as a regrouping may take."""
+        extra = about(peer=node.name)
+        try:
+            self._peers.ping(node.control, PING_DEADLINE_S)
+        except HoldfastError as error:
+            text = "%s cannot lead a regrouping: %s"
+            self._episodes.begin(node.name, text, node.name, error, level=logging.INFO, extra=extra)
+            return False
+        self._episodes.end(node.name, "%s can lead a regrouping again", node.name, extra=extra)
+        return True
 
     def lead(self, request: Regroup) -> None:
         """This node is in charge: regroup now if a node is leaving, else soon, once for all requests until then."""

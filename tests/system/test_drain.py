@@ -30,7 +30,7 @@ from holdfast.smp_daemon.shared.starts import Start
 from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.storage.store import Store
 from tests.deadlines import DEADLINE_S, await_that
-from tests.smp_kit import JOB, Ground, Trainer
+from tests.smp_kit import JOB, Ground, Trainer, stopped
 from tests.system.test_regroup import SNAPSHOT, carried_out, come_back, everything, layout_of, leave, planned, started
 
 SLOW = pytest.mark.slow
@@ -302,6 +302,22 @@ class TestInTheMiddleOfADrain:
         ground.points.wait("node0", "regroup.encode", 2)
         smps[0].lose()
         assert draining.result(DEADLINE_S) == 0
+        smps[2].lose()
+        come_back(run, smps, [0, 2])
+
+    @SLOW
+    def test_one_that_is_silent_is_not_put_in_charge(self, ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As one that has lost power: its connections are still there."""
+        monkeypatch.setenv("HOLDFAST_REGROUP_AFTER", "1h")
+        smps, run = started(ground, 4, "3+1")
+        await_that(
+            lambda: any(
+                "node0" in each.leases for each in look(JOB, smps[2].control).statuses if each.inventory.node == "node2"
+            )
+        )
+        with stopped(smps[0]):
+            assert drain(ground, "node2", "--deadline", "30s") == 0
+        smps[0].lose()
         smps[2].lose()
         come_back(run, smps, [0, 2])
 
