@@ -237,7 +237,7 @@ class Monitor:
             try:
                 self.regroup()
                 self._episodes.end("regroup", "groups are complete again")
-            except HoldfastError as error:
+            except (HoldfastError, RuntimeError) as error:  # `RuntimeError`: no thread can be started
                 text = "groups could not be regrouped; this is retried while it is needed: %s"
                 self._episodes.begin("regroup", text, error)
 

@@ -650,11 +650,17 @@ class _Crew:
         self._units = units
         self._left = count
         self._changed = source.changed
-        self._working = min(WORKERS, count)
+        self._working = 0
         self._writing = 0
         self._failure: Exception | None = None
-        for _ in range(self._working):
-            threads.Thread(target=self._work, name="fetch", daemon=True).start()
+        for _ in range(min(WORKERS, count)):
+            with self._changed:
+                self._working += 1
+            try:
+                threads.Thread(target=self._work, name="fetch", daemon=True).start()
+            except RuntimeError:  # there is no room for another thread: this one works in its place
+                self._work()
+                break
 
     def wait(self) -> None:
         """Block until all is fetched, or nothing is written any more since a unit failed. Raises what failed.

@@ -21,6 +21,7 @@ from holdfast.smp_daemon.shared.errors import (
     DamagedSnapshot,
     HoldfastError,
     ProtocolError,
+    SmpUnavailable,
     StaleEpoch,
     Unrecoverable,
 )
@@ -121,7 +122,12 @@ class Reconciler:
             self._parities = {each: state for each, state in self._parities.items() if each[0] == epoch}
             wish = Wish(str(key), epoch, partial(self._bring_parity, key, sources), key)
             self._post(wish, RepairState.UNDER_WAY)
-        self._begin(wish)
+        try:
+            self._begin(wish)
+        except RuntimeError:  # no thread can be started; who ordered it may order it again
+            with self._store.changed:
+                self._parities.pop((epoch, key), None)
+            raise
 
     def close(self) -> None:
         """Begin nothing more, and end what is under way before its next unit. Returns at once."""
@@ -144,7 +150,7 @@ class Reconciler:
                     self._episodes.end(wish.name, "this node holds %s again", wish.name, extra=extra)
                     self._post(wish, RepairState.WHOLE)
                     return
-            except HoldfastError as error:
+            except (HoldfastError, RuntimeError) as error:  # `RuntimeError`: no thread can be started
                 if self._is_over(wish):
                     break
                 level = logging.WARNING if snapshot is None or self._is_relied_on(snapshot) else logging.INFO
@@ -264,7 +270,11 @@ class Reconciler:
                 self._orders = [*self._orders[1 - MOST_ORDERS :], order]
                 self._current = order
         if known is None:
-            self._network.Thread(target=self._carry_out_order, args=(order,), name="phase", daemon=True).start()
+            try:
+                self._network.Thread(target=self._carry_out_order, args=(order,), name="phase", daemon=True).start()
+            except RuntimeError as error:
+                order.error = SmpUnavailable(f"node {self._store.node!r} cannot start a thread: {error}")
+                order.ended.set()
         if not order.ended.wait(ANSWER_S):
             return Obeyed(done=False, moved=self._store.outcomes.board.moves)
         with changed:  # whoever says the same again wants it done again

@@ -221,6 +221,28 @@ def test_connections_that_break_at_the_same_time_are_one_failure_of_their_source
         assert out == b"".join(units.values())
 
 
+@pytest.mark.parametrize("threads", range(WORKERS))
+def test_where_there_is_no_room_for_all_threads_it_goes_on_with_fewer(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """As where a control group, or the user, has as many as it may have."""
+    left = iter(range(threads))
+    start = threading.Thread.start
+
+    def may_start(thread: threading.Thread) -> None:
+        if thread.name == "fetch" and next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", may_start)
+    units = {i: bytes([i]) * UNIT for i in range(UNITS)}
+    with mirror(ground, units, units) as (sources, holder, _other):
+        holder.may.set()
+        out = bytearray(UNIT * UNITS)
+        load(sources, out)
+        assert out == b"".join(units.values())
+
+
 def test_connections_and_threads_are_bounded_and_end_with_it(ground: Ground) -> None:
     units = {i: bytes([i]) * UNIT for i in range(UNITS)}
     with mirror(ground, units, units) as (sources, holder, other):
