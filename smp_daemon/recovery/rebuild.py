@@ -71,24 +71,24 @@ def hold_shard(
                 raise DamagedSnapshot(f"{key} is damaged and cannot be repaired: {error}") from error
         return _recovered(store, key, "repaired" if damaged else "held", source.bytes_received)
     store.state.keep_layout(source.layout)
-    with store.receiving.shard(key, source.layout, partial(store.receiving.check_slot, key, source.layout)) as view:
-        count = -(-view.nbytes // source.layout.unit_bytes)
+    digests = [0] * -(-source.layout.shard_bytes(coord) // source.layout.unit_bytes)
 
-        def moved() -> None:
+    def checked(view: memoryview) -> list[int]:
+        store.receiving.check_slot(key, source.layout, view)
+        return digests
+
+    def wanted(view: memoryview) -> Iterator[WantedUnit]:
+        """Its units. All workers wait at the failpoint before the middle one."""
+        for unit in source.shard(coord, view):
             store.counters.moved()  # for whoever waits for this shard
             go_on()
+            if unit.index == len(digests) // 2:
+                failpoint("rebuild.middle", source.snapshot.step)
+            yield replace(unit, came=partial(digests.__setitem__, unit.index))
 
-        source.all(_unless_over(source.shard(coord, view), count, source.snapshot.step, moved), count)
+    with store.receiving.shard(key, source.layout, checked) as view:
+        source.all(wanted(view), len(digests))
     return _recovered(store, key, source.how(coord), source.bytes_received)
-
-
-def _unless_over(units: Iterator[WantedUnit], count: int, step: int, go_on: Callable[[], None]) -> Iterator[WantedUnit]:
-    """These units, with a failpoint before the middle one. All workers wait there for the next unit."""
-    for number, unit in enumerate(units):
-        go_on()
-        if number == count // 2:
-            failpoint("rebuild.middle", step)
-        yield unit
 
 
 def repair_units(store: Store, key: Key, damaged: Collection[int]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from holdfast.smp_daemon.shared.errors import DeadlineExceeded, NoFreeSlot, NotO
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.layout import Layout, SnapshotId
 from holdfast.smp_daemon.shared.limits import CALL_DEADLINE_S, move_deadline
-from holdfast.smp_daemon.shared.records import ShardRecord, digest_units
+from holdfast.smp_daemon.shared.records import ShardRecord
 from holdfast.smp_daemon.shared.slotfile import STAMP_BYTES, read_stamp
 from holdfast.smp_daemon.shared.system import MACHINE, Threads
 from holdfast.smp_daemon.storage.arena import Arena
@@ -73,12 +73,15 @@ class Receiving:
             raise NotOurs(f"{key.coord} is stamped {read_stamp(view)}, not {key.snapshot}")
 
     @contextmanager
-    def shard(self, key: ShardKey, layout: Layout, check: Callable[[memoryview], None]) -> Iterator[memoryview]:
-        """A slot to receive a shard from elsewhere. It is committed with fresh digests if the block ends without an
-        error, and freed otherwise.
+    def shard(
+        self, key: ShardKey, layout: Layout, check: Callable[[memoryview], Sequence[int]]
+    ) -> Iterator[memoryview]:
+        """A slot to receive a shard from elsewhere. It is committed if the block ends without an error, and freed
+        otherwise.
 
         Args:
-            check: raises if the received bytes are not a valid slot of that shard.
+            check: raises if the received bytes are not a valid slot of that shard. Returns the digests that its units
+                came with: fresh ones would hide what has changed since.
 
         Raises:
             StaleEpoch: the slot was taken away meanwhile, by a newer epoch, by another attempt, or by its trainer.
@@ -90,8 +93,7 @@ class Receiving:
         try:
             failpoint("receive.taken", key.snapshot.step)
             yield view
-            check(view)
-            digests = digest_units(view, unit_bytes)
+            digests = tuple(check(view))
             commit = Commit.of(ShardRecord(key.snapshot, key.coord, length, unit_bytes, digests, run=layout.run.id))
             failpoint("receive.checked", key.snapshot.step)
             with self.lock:

@@ -109,6 +109,26 @@ def test_a_loss_in_the_middle_that_is_beyond_parity_says_so(ground: Ground) -> N
         loading.result(DEADLINE_S)
 
 
+def test_a_bit_that_flips_in_what_has_come_is_seen(ground: Ground) -> None:
+    """A load takes minutes where a node has hundreds of gigabytes."""
+    smps = ground.smps(9, rules={8: [("rebuild.middle", 1)]})
+    run = run_on(smps, [[ELEMENTS]] * 9, protect="8+1")
+    run.protect(1)
+    smps[8].lose().launch().wait_ready()
+    run.trainers["dp8"] = Trainer(smps[8], "dp8", ELEMENTS)
+    plan = run.plan()
+    run.join(2)
+    loading = ground.meanwhile(run["dp8"].recover, plan)
+    held = ground.points.wait("node8", "rebuild.middle", 1)
+    (slot,) = smps[8].arena.glob("dp8.*.safetensors")
+    come, whole, length = slot.read_bytes(), run["dp8"].image(plan.snapshot), run.layout.unit_bytes
+    unit = next(i for i in range(8) if come[i * length :][:length] == whole[i * length :][:length])
+    flip_a_byte(slot, at=(unit + 1) * length - 1)
+    held.go()
+    shard = loading.result(DEADLINE_S)
+    assert [i for i in range(len(shard.digests)) if not shard.unit(i).matches()] == [unit]
+
+
 # ---------------------------------------------------------------------- made-up answers
 
 

@@ -155,11 +155,6 @@ def _digest_units(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
     return digest_units(data, unit_bytes)
 
 
-def _received_digests(data: memoryview, unit_bytes: int) -> tuple[int, ...]:
-    Hooks.works("digest", data.nbytes, False)
-    return digest_units(data, unit_bytes)
-
-
 def _checked_digest(unit: memoryview) -> int:
     Hooks.works("digest", unit.nbytes, False)
     return digest(unit)
@@ -334,7 +329,6 @@ def installed() -> Iterator[None]:
         "holdfast.smp_daemon.storage.pool.SHMEM_HUGE": MemoryPath(Disk(), "/sys", "shmem_enabled"),
         "holdfast.smp_daemon.shared.slotfile.PAGE_BYTES": PAGE_BYTES,
         "holdfast.smp_daemon.storage.store.digest_units": _digest_units,
-        "holdfast.smp_daemon.storage.receiving.digest_units": _received_digests,
         "holdfast.smp_daemon.shared.belief.digest": _checked_digest,
         "holdfast.smp_daemon.storage.pool.wipe": _wipe,
         "holdfast.smp_daemon.shared.budget.wipe": _wipe,
