@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
 
 from holdfast.smp_daemon.shared.counters import Counters
 from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable
@@ -45,12 +44,6 @@ class Links:
         self._patience = patience
         self._streams: dict[Address, SocketStream] = {}
         self.digest = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def connect(self, address: Address, job: str, deadline_s: float = CALL_DEADLINE_S) -> None:
         """Connect to `address`, unless connected. `interrupt` does not reach a connection that is being opened."""

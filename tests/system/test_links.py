@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -91,7 +92,7 @@ def counters() -> Counters:
 
 @pytest.fixture
 def links(counters: Counters) -> Iterator[Links]:
-    with Links(counters, DEADLINE_S) as links:
+    with closing(Links(counters, DEADLINE_S)) as links:
         yield links
 
 
@@ -160,7 +161,7 @@ class TestWhatGoesOverThem:
         assert peer.connections == 1
 
     def test_is_over_when_they_are_closed(self, counters: Counters, peer: Peer) -> None:
-        with Links(counters) as links:
+        with closing(Links(counters)) as links:
             links.call(peer.address, Asked(number=1))
         assert peer.ended_ones.acquire(timeout=DEADLINE_S)
         links.close()
@@ -246,7 +247,7 @@ class TestAConnectionThatBreaks:
 
     def test_that_says_nothing_is_not_waited_for_beyond_the_deadline(self, counters: Counters, peer: Peer) -> None:
         peer.may_answer.clear()
-        with Links(counters, SOON_S) as links:
+        with closing(Links(counters, SOON_S)) as links:
             with pytest.raises(DeadlineExceeded):
                 links.call(peer.address, Asked(number=1))
             links._deadline_s = DEADLINE_S
@@ -265,7 +266,7 @@ class TestAConnectionThatBreaks:
         with socket.create_server((ground.host(), 0)) as server, ThreadPoolExecutor(1) as threads:
             server.settimeout(DEADLINE_S)
             serving = threads.submit(half_an_answer_and_then_a_trap, server, ending)
-            with Links(counters, SOON_S if ending == "silence" else DEADLINE_S) as links:
+            with closing(Links(counters, SOON_S if ending == "silence" else DEADLINE_S)) as links:
                 address = server.getsockname()[:2]
                 with pytest.raises(error, match="holdfast message" if ending == "noise" else ""):
                     links.call(address, Asked(number=1), room(1000))

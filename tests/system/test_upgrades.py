@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def test_smps_refuse_each_other_on_every_path(ground: Ground, monkeypatch: pytes
     text = f"protocols {NEXT} to {AFTER}; .* {re.escape(RELEASE)}, which"
     with PeerClient(JOB) as peers, pytest.raises(VersionMismatch, match=text):
         peers.ping(smp.control, 5.0)
-    with Links(Counters()) as links, pytest.raises(VersionMismatch, match=text):
+    with closing(Links(Counters())) as links, pytest.raises(VersionMismatch, match=text):
         links.call(smp.bulk, AskShard(job=JOB, coord="dp0"))
     with pytest.raises(VersionMismatch, match=rf"{smp.host}:\d+ .*{text}"):
         gather_inventories(JOB, [smp.control])
