@@ -36,7 +36,6 @@ from holdfast.smp_daemon.shared.plain import from_plain
 from holdfast.smp_daemon.shared.runs import given_up, own_inventories, runs_in_reach
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import Start
-from holdfast.smp_daemon.shared.system import Network
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -95,11 +94,9 @@ class Monitor:
         trainers: returns the number of connections that trainers have to this SMP.
     """
 
-    def __init__(
-        self, store: Store, peers: PeerClient, after_s: float, trainers: Callable[[], int], network: Network
-    ) -> None:
+    def __init__(self, store: Store, peers: PeerClient, after_s: float, trainers: Callable[[], int]) -> None:
         self._store = store
-        self._network = network
+        self._network = network = store.network
         self._peers = peers
         self._after_s = after_s
         self.trainers = trainers
@@ -237,7 +234,7 @@ class Monitor:
             try:
                 self.regroup()
                 self._episodes.end("regroup", "groups are complete again")
-            except (HoldfastError, RuntimeError) as error:  # `RuntimeError`: no thread can be started
+            except HoldfastError as error:
                 text = "groups could not be regrouped; this is retried while it is needed: %s"
                 self._episodes.begin("regroup", text, error)
 
@@ -309,7 +306,11 @@ class Monitor:
                     raise DeadlineExceeded(f"{name} gets no further with its part of the regrouping")
 
         with self._network.Pool(max(AT_ONCE, len(regrouping.nodes)), "regroup") as pool:
-            for done in [pool.submit(ask, name) for name in regrouping.nodes]:
+            try:
+                given = [pool.submit(ask, name) for name in regrouping.nodes]
+            except RuntimeError as error:
+                raise SmpUnavailable(f"{self._store.node} cannot give its orders: {error}") from error
+            for done in given:
                 done.result()
 
 

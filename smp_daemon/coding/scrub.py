@@ -15,7 +15,6 @@ from holdfast.smp_daemon.shared.errors import HoldfastError, NotHeld, NotOurs
 from holdfast.smp_daemon.shared.logs import Episodes, about, get_log
 from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.priority import make_background
-from holdfast.smp_daemon.shared.system import Threads
 from holdfast.smp_daemon.storage.store import Store
 
 PASS_EVERY_S = 60.0
@@ -40,15 +39,14 @@ class _SmpEnds(Exception):
 class Scrubber:
     """The scrubbing thread. With a rate of 0 in `pacer` passes run only on request."""
 
-    def __init__(self, store: Store, pacer: Pacer, priority: str, threads: Threads) -> None:
+    def __init__(self, store: Store, pacer: Pacer, priority: str) -> None:
         """`priority`: see `smp_daemon.shared.priority`."""
         self._store = store
-        self._threads = threads
         self._pacer = pacer
         self._priority = priority
-        self._closed = threads.Event()
+        self._closed = store.network.Event()
         if pacer.rate or store.holdings.unverified_bytes:
-            threads.Thread(target=self._run, name="scrub", daemon=True).start()
+            store.network.Thread(target=self._run, name="scrub", daemon=True).start()
 
     def close(self) -> None:
         """Stop after the current unit."""
@@ -57,12 +55,13 @@ class Scrubber:
     def _run(self) -> None:
         make_background(self._priority)
         episodes = Episodes(log)
+        monotonic = self._store.network.monotonic
         with suppress(_SmpEnds):
             verify_adopted(self._store, lambda count: self._wait(0))
             while self._pacer.rate:
                 self._wait(PASS_EVERY_S)
                 try:
-                    scrub(self._store, lambda count: self._wait(self._pacer.wait_s(count, self._threads.monotonic())))
+                    scrub(self._store, lambda count: self._wait(self._pacer.wait_s(count, monotonic())))
                     episodes.end("scrub", "the scrub completes its passes again")
                 except HoldfastError as error:
                     episodes.begin("scrub", "a pass of the scrub was aborted: %s", error)

@@ -189,7 +189,10 @@ class PeerClient:
                 # One for each member, which owns nothing: a member that is down holds it for its deadline at most, and
                 # nobody else meanwhile.
                 told = (member, request, failed)
-                self._network.Thread(target=self._tell, args=told, name="tell", daemon=True).start()
+                try:
+                    self._network.Thread(target=self._tell, args=told, name="tell", daemon=True).start()
+                except RuntimeError as error:
+                    failed(f"node {member.name!r} could not be told: {error}")
 
     def _tell(self, member: Node, request: messages.ParityDone, failed: Callable[[str], None]) -> None:
         try:

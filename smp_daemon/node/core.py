@@ -104,7 +104,7 @@ class Core:
             network=system,
         )
         failpoint("start.adopted")
-        self.reconciler = Reconciler(self.store, settings.REBUILD.value(environment), system)
+        self.reconciler = Reconciler(self.store, settings.REBUILD.value(environment))
         self.watchdog = Watchdog(
             lambda: self.store.outcomes.board,
             settings.DEADLINES.value(environment),
@@ -115,9 +115,9 @@ class Core:
         )
         self.buffers = BufferPool(buffers_for(links * cards), system)
         self._protector.start(self.store)
-        self._scrubber = Scrubber(self.store, Pacer(settings.SCRUB.value(environment)), priority, system)
+        self._scrubber = Scrubber(self.store, Pacer(settings.SCRUB.value(environment)), priority)
         self.lease_s = settings.REGROUP_AFTER.value(environment)
-        self.monitor = Monitor(self.store, self.peers, self.lease_s, lambda: self.trainers, system)
+        self.monitor = Monitor(self.store, self.peers, self.lease_s, lambda: self.trainers)
         self.persister = Persister(self.store, environment)
         self.drainer = Draining(self.store, self.inventory, self.monitor)
 

@@ -52,6 +52,7 @@ def gather_inventories(
         failures: as in `ask_all`.
 
     Raises:
+        SmpUnavailable: as `ask_all`.
         VersionMismatch: an SMP is alive but of a version that cannot be asked. It must not count as lost: it may hold
             the newest snapshot.
     """
@@ -77,6 +78,9 @@ def ask_all(
 
     Args:
         failures: receives the error of each SMP that gives no answer.
+
+    Raises:
+        SmpUnavailable: this process cannot start a thread.
     """
     by_digest = {layout.digest: layout for layout in known}
     message = kind(job=job, known=frozenset(by_digest))
@@ -96,4 +100,8 @@ def ask_all(
 
     failed = {} if failures is None else failures
     with PeerClient(job, network=network) as peers, network.Pool(AT_ONCE, "inventories") as pool:
-        return [answer for answer in pool.map(ask, addresses) if answer is not None]
+        try:
+            answers = pool.map(ask, addresses)
+        except RuntimeError as error:
+            raise SmpUnavailable(f"no SMP can be asked: {error}") from error
+        return [answer for answer in answers if answer is not None]

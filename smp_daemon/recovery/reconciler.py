@@ -33,7 +33,6 @@ from holdfast.smp_daemon.shared.messages import Adopt, Encode, Obeyed, Phase, Re
 from holdfast.smp_daemon.shared.plan import choose_sources
 from holdfast.smp_daemon.shared.settings import REJOIN
 from holdfast.smp_daemon.shared.sources import Sources, as_laid_out
-from holdfast.smp_daemon.shared.system import MACHINE, Network
 from holdfast.smp_daemon.storage.holdings import Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
 
@@ -88,11 +87,11 @@ class Order:
 class Reconciler:
     """The reconciler of one SMP. Thread-safe."""
 
-    def __init__(self, store: Store, method: str, network: Network = MACHINE) -> None:
+    def __init__(self, store: Store, method: str) -> None:
         """`method`: how lost shards are computed, see `rebuild.recover`."""
         self._store = store
         self._method = method
-        self._network = network
+        self._network = store.network
         # Guarded by the store's lock: how far the parity is that was ordered in the store's epoch; the orders whose
         # end was not told yet; and the newest order, the only one that is carried out.
         self._parities: dict[tuple[int, ParityKey], RepairState] = {}
@@ -150,7 +149,7 @@ class Reconciler:
                     self._episodes.end(wish.name, "this node holds %s again", wish.name, extra=extra)
                     self._post(wish, RepairState.WHOLE)
                     return
-            except (HoldfastError, RuntimeError) as error:  # `RuntimeError`: no thread can be started
+            except HoldfastError as error:
                 if self._is_over(wish):
                     break
                 level = logging.WARNING if snapshot is None or self._is_relied_on(snapshot) else logging.INFO
@@ -291,11 +290,10 @@ class Reconciler:
             if isinstance(phase, Release):
                 self._store.counters.add(regroups=1)
                 failpoint("regroup.done", phase.sources.snapshot.step)
-        except HoldfastError as error:
-            order.error = error
         except Exception as error:
             order.error = error
-            raise
+            if not isinstance(error, HoldfastError):
+                raise
         finally:
             order.ended.set()
 

@@ -257,9 +257,11 @@ class Silent(PeerClient):
 
 
 def test_a_drain_that_reaches_no_node_of_the_layout_is_an_error() -> None:
-    store = SimpleNamespace(node="spare", job="job", state=SimpleNamespace(newest_layout=lambda: layout_of(2, 1, 1)))
+    store = SimpleNamespace(
+        node="spare", job="job", network=MACHINE, state=SimpleNamespace(newest_layout=lambda: layout_of(2, 1, 1))
+    )
     with Silent("job") as peers:
-        monitor = Monitor(cast(Store, store), peers, 0.0, lambda: 0, MACHINE)
+        monitor = Monitor(cast(Store, store), peers, 0.0, lambda: 0)
         try:
             with pytest.raises(SmpUnavailable, match="layout answers: node0, node1"):
                 monitor.move((), DEADLINE_S, still=False)

@@ -24,6 +24,7 @@ from holdfast.smp_daemon.shared.errors import SmpUnavailable, Unrecoverable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import Episodes, get_log
 from holdfast.smp_daemon.shared.settings import MTBF
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.storage.holdings import ParityKey
 from holdfast.snapshot.delays import Delays
 from holdfast.snapshot.interval.control import IntervalController
@@ -240,6 +241,7 @@ class Ordered:
         self.began = 0
         self.go = threading.Event()
         store: Any = SimpleNamespace(
+            network=MACHINE,
             state=SimpleNamespace(epoch=1, protected=None),
             changed=threading.Condition(threading.RLock()),
             holdings=SimpleNamespace(holds=lambda key: key in self.held),

@@ -67,6 +67,8 @@ from tests.smp_kit import (
     run_on,
     shard_file,
 )
+from tests.system.test_regroup import layout_of
+from tests.unit.test_reconciler import full
 
 SHORT_S = 0.5
 """How long a test waits to see that something does not happen. No test uses it to wait for something to happen."""
@@ -311,6 +313,14 @@ class TestPeersOfAnotherJob:
         peers.tell_parity_done(other, "node1", 1, snapshot, reasons.put)
         assert run["dp0"].outcome(snapshot, SHORT_S) is SnapshotOutcome.PENDING
         assert reasons.empty()
+
+    def test_news_for_which_there_is_no_thread_is_not_told(
+        self, peers: PeerClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        full(monkeypatch, "tell", 1)
+        reasons: list[str] = []
+        peers.tell_parity_done(layout_of(2, 1, 1), "node1", 1, SnapshotId(1, 1), reasons.append)
+        assert reasons == ["node 'node0' could not be told: can't start new thread"]
 
     @pytest.mark.parametrize("op", ["accumulate", "fetch"])
     def test_raw_bytes_are_exchanged_with_our_own_only(self, lone: SmpProcess, op: str) -> None:

@@ -26,7 +26,7 @@ from holdfast.smp_daemon.shared.pacer import Pacer
 from holdfast.smp_daemon.shared.plain import decode_digested, encode_digested, to_plain
 from holdfast.smp_daemon.shared.records import ParityRecord, digest, digest_units, write_json
 from holdfast.smp_daemon.shared.slotfile import Leaf, plan_slot, write_stamp
-from holdfast.smp_daemon.shared.system import MACHINE, System
+from holdfast.smp_daemon.shared.system import System
 from holdfast.smp_daemon.storage.arena import Arena
 from holdfast.smp_daemon.storage.holdings import Commit, Key, ParityKey, ShardKey
 from holdfast.smp_daemon.storage.store import Store
@@ -385,7 +385,7 @@ def test_the_scrub_ends_at_the_unit_at_which_its_smp_ends(
 
     monkeypatch.setattr(scrubbing, "PASS_EVERY_S", 0.0)
     life = Life(arena)
-    scrubber = scrubbing.Scrubber(life.store, Slow(1.0), "normal", MACHINE)
+    scrubber = scrubbing.Scrubber(life.store, Slow(1.0), "normal")
     [thread] = [each for each in threading.enumerate() if each.name == "scrub"]
     assert reached.wait(DEADLINE_S)
     scrubber.close()

@@ -18,6 +18,7 @@ from holdfast.smp_daemon.shared.errors import ProtocolError, SmpUnavailable, Sta
 from holdfast.smp_daemon.shared.layout import Node, Shard
 from holdfast.smp_daemon.shared.messages import Encode, Regroup, Release
 from holdfast.smp_daemon.shared.sources import as_laid_out
+from holdfast.smp_daemon.shared.system import MACHINE
 from holdfast.smp_daemon.storage.holdings import ShardKey
 from holdfast.snapshot.resume.arrange import Protection, arrange
 from tests.deadlines import DEADLINE_S, await_that
@@ -39,6 +40,7 @@ class Ordered:
         store: Any = SimpleNamespace(
             job="job",
             node="node0",
+            network=MACHINE,
             changed=threading.Condition(threading.RLock()),
             state=SimpleNamespace(check_epoch=lambda epoch: None),
             outcomes=SimpleNamespace(board=self.board),
