@@ -28,12 +28,14 @@ from holdfast.smp_daemon.net.gate import PLACES, Gate
 from holdfast.smp_daemon.shared.errors import ProtocolError
 from holdfast.smp_daemon.shared.handshake import HANDSHAKE_DEADLINE_S, Signer, Verifier, WrongServer
 from holdfast.smp_daemon.shared.limits import MAX_CONNECTIONS
+from holdfast.smp_daemon.shared.messages import LONGEST_S
 from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.uids import SCARCE
 
 CALL_KEY, SERVER_KEY, REPLY_KEY = "holdfast-call-bin", "holdfast-server-bin", "holdfast-reply-bin"
-LONGEST_CALL_S = 24 * 3600
-"""A call with a later deadline is refused as if it had none."""
+LONGEST_CALL_S = LONGEST_S + 3600.0
+"""A call with a later deadline is refused as if it had none. Whoever asks for as long as a message may say waits a
+little longer for the answer, and gRPC rounds a day to minutes."""
 
 ANY = "0.0.0.0"
 OWN_FILES = Path("/proc/self/fd")

@@ -160,9 +160,10 @@ class TestANodeThatIsDrained:
         spare.name, smps[2] = "node2", spare  # the rank of node2 continues there
         come_back(run, smps, [0])
 
-    def test_in_a_job_without_parity_leaves_its_bytes_too(self, ground: Ground) -> None:
+    @pytest.mark.parametrize("deadline", ["10min", "24h"])
+    def test_in_a_job_without_parity_leaves_its_bytes_too(self, ground: Ground, deadline: str) -> None:
         smps, run = started(ground, 3, "none")
-        assert drain(ground, "node0") == 0
+        assert drain(ground, "node0", "--deadline", deadline) == 0
         smps[0].lose()
         come_back(run, smps, [0])
 
