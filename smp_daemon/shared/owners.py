@@ -117,23 +117,16 @@ class Owners:
         Args:
             since: the epoch of the old mark, if it is another.
         """
-        try:
-            before = self._path(file, old, self.epoch if since is None else since)
-            before.replace(self._path(file, new, self.epoch))
-        except FileNotFoundError:
-            return False
-        return True
+        return _renamed(
+            self._path(file, old, self.epoch if since is None else since), self._path(file, new, self.epoch)
+        )
 
     def renew(self, file: str, owner: str, epoch: int) -> bool:
         """Carry a slot's mark into a newer epoch. Returns False if it is another owner's."""
         if self.epoch is None:
             self._path(file, owner, epoch).touch()
             return True
-        try:
-            self._path(file, owner, self.epoch).replace(self._path(file, owner, epoch))
-        except FileNotFoundError:
-            return False
-        return True
+        return _renamed(self._path(file, owner, self.epoch), self._path(file, owner, epoch))
 
     def clear(self, file: str) -> None:
         """Remove all marks of a slot, which has been deleted."""
@@ -148,3 +141,12 @@ class Owners:
             if (mark := _MARK.fullmatch(path.name)) is not None:
                 marks.setdefault(mark[1], []).append((mark[2], int(mark[3])))
         return marks
+
+
+def _renamed(before: Path, after: Path) -> bool:
+    """Rename a mark. Returns False if it is not there any more."""
+    try:
+        before.replace(after)
+    except FileNotFoundError:
+        return False
+    return True

@@ -39,7 +39,6 @@ Address = tuple[Text, Port]
 Identifier = Annotated[str, msgspec.Meta(pattern=f"^{IDENTIFIER}\\Z")]
 """See `limits.is_identifier`."""
 
-
 DIGEST = b"xxh3_128"
 """Name of the member of a file's JSON object that is the digest of the others."""
 
@@ -91,8 +90,7 @@ def encode_json(value: object) -> bytes:
 
 def encode_digested(value: dict[str, Any]) -> bytes:
     """`value` as a JSON object whose last member is the xxh3-128 of the rest: for files, whose bits may flip."""
-    text = encode_json(value)
-    return _with_digest(text)
+    return _with_digest(encode_json(value))
 
 
 def _with_digest(text: bytes) -> bytes:

@@ -321,7 +321,8 @@ class Holdings:
         with self._lock:
             self._believe(commit.key, commit.record)
             pool.commit(slot, commit.file)
-            self._add(commit.key, commit.record)
+            self._records[commit.key] = commit.record
+            self._lock.notify_all()
 
     def adopt(self) -> None:
         """Take over what a predecessor left in the arena. Reads the records, and no bytes: these are `unverified`."""
@@ -356,10 +357,6 @@ class Holdings:
         if isinstance(key, ShardKey):
             return self.arena.shard_pool(key.coord)
         return self.arena.parity_pool(key.tag, key.position)
-
-    def _add(self, key: Key, record: Record) -> None:
-        self._records[key] = record
-        self._lock.notify_all()
 
     def _forget(self, key: Key) -> None:
         record = self._records.pop(key, None)
