@@ -96,7 +96,7 @@ def _token(environment: Mapping[str, str]) -> bytes:
     if file:
         token, source = _read_secret(Path(file), TOKEN_FILE_ENV, MAX_TOKEN_BYTES).strip(), f"{TOKEN_FILE_ENV}={file}"
     else:
-        token, source = TOKEN.value(environment).encode(), TOKEN_ENV
+        token, source = os.fsencode(TOKEN.value(environment)), TOKEN_ENV
         if not token:
             return b""
     if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:

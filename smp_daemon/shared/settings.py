@@ -221,6 +221,14 @@ def _links(text: str) -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // 16)) if text == "auto" else whole(1, MAX_LINKS).read(text)
 
 
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{text!r}: it is not UTF-8, and SMPs tell their settings in that") from None
+    return text
+
+
 def _absolute(text: str) -> str:
     if text and not text.startswith("/") and "://" not in text and "::" not in text:
         raise ConfigError(f"{text!r}: give an absolute path: scripts change directory, and SMPs run in /")
@@ -447,7 +455,7 @@ DEADLINES = Setting(
 )
 ON_HANG = Setting(
     "HOLDFAST_ON_HANG",
-    ValueKind("COMMAND", str),
+    ValueKind("COMMAND", _utf8),
     "",
     "Shell command that is run once per hang of a trainer, for at most a minute.",
     page="running.md#is-it-alive",
@@ -481,7 +489,7 @@ STORAGE = Section(
 )
 PERSIST = Setting(
     "HOLDFAST_PERSIST",
-    ValueKind("URL", _absolute),
+    ValueKind("URL", lambda text: _utf8(_absolute(text))),
     "",
     "Where protected snapshots are also written: a directory that all nodes share or an fsspec URL, the same on all "
     "nodes.",

@@ -78,6 +78,7 @@ class TestCredentials:
     def test_a_token_is_read_from_a_file_or_a_variable_without_white_space(self, tmp_path: Path) -> None:
         assert load(token_file(tmp_path / "token", TOKEN.decode())).token == TOKEN
         assert load({TOKEN_ENV: f" {TOKEN.decode()}\n"}).token == TOKEN
+        assert load({TOKEN_ENV: os.fsdecode(b"\xff" * 32)}).token == b"\xff" * 32
 
     def test_are_not_shown(self) -> None:
         assert TOKEN.decode() not in repr(load({TOKEN_ENV: TOKEN.decode()}))

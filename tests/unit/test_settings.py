@@ -70,8 +70,9 @@ BAD = {
     "snapshot|STEP": "0",
     "FILE": "secrets/token",
     "URL": "snapshots",
+    "COMMAND": "\udcff",
 }
-"""Texts that are refused, by how the kind is shown. Names, commands and lists of ids are any text."""
+"""Texts that are refused, by how the kind is shown. Names and lists of ids are any text."""
 
 REFUSING = [
     (each, bad) for each in TABLE if (bad := BAD.get("{" if each.kind.shown[0] == "{" else each.kind.shown)) is not None
