@@ -60,11 +60,12 @@ def leaf_of(name: str, tensor: torch.Tensor) -> Leaf:
         ConfigError: it is sparse, quantised, neither on a CPU nor on a GPU, its memory was released, or its elements
             share memory, so that it could not be filled again; the message names it.
     """
-    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES or type(tensor.data) is not torch.Tensor:
+    if not _is_plain(tensor.data) or tensor.dtype not in DTYPES:
         raise ConfigError(
-            f"{name} is a {tensor.layout} {tensor.dtype} {type(tensor.data).__name__}, which is not captured: keep the "
-            "dense tensors that it is made of in its place, such as its indices and its values, and make it of them in "
-            "forward; or, if training does not change it, keep it in an attribute that is no buffer and no parameter"
+            f"{name} is a {'nested ' * tensor.is_nested}{tensor.layout} {tensor.dtype} {type(tensor.data).__name__}, "
+            "which is not captured: keep the dense tensors that it is made of in its place, such as its indices and "
+            "its values, and make it of them in forward; or, if training does not change it, keep it in an attribute "
+            "that is no buffer and no parameter"
         )
     if tensor.device.type not in DEVICES:
         raise ConfigError(f"{name} lives on {tensor.device}: only state on {' and '.join(DEVICES)} is captured")
@@ -168,8 +169,12 @@ def octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements can be read: not sparse, no subclass, and in memory that can be read."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type in DEVICES
+    """Whether its elements can be read: not sparse or nested, no subclass, and in memory that can be read."""
+    return _is_plain(tensor) and tensor.device.type in DEVICES
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def memory_of(value: Any) -> int:

@@ -73,10 +73,11 @@ class Wrapped(torch.Tensor):
         lambda: torch.eye(2).to_sparse_csr(),
         lambda: torch.zeros(2, device="meta"),
         lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
         lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8),
         lambda: torch.zeros(2).as_subclass(Wrapped),
     ],
-    ids=["sparse", "csr", "meta", "nested", "quantised", "subclass"],
+    ids=["sparse", "csr", "meta", "jagged", "nested", "quantised", "subclass"],
 )
 def test_what_has_no_plain_bytes_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
     with pytest.raises(ConfigError, match=r"^model\.weight (is a|lives on) "):
