@@ -268,8 +268,9 @@ class SnapshotHook:
 
         Returns:
             True if all are sealed and protected, as far as this node can tell. False if some failed, are not done
-            yet, or the SMP is gone; if a step has ended whose snapshot is only taken as the next one begins; or if
-            gradients of a plain loop's step are still to be computed.
+            yet, or the SMP is gone; if steps have ended, and there is no snapshot yet; if a step has ended whose
+            snapshot is only taken as the next one begins; or if gradients of a plain loop's step are still to be
+            computed.
         """
         return self._session.drain(deadline_s)
 
@@ -504,7 +505,9 @@ class Session:
 
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
-        return self.protecting.drain(self.rank.system.monotonic() + deadline_s) and not self.loop.is_due
+        is_done = self.protecting.drain(self.rank.system.monotonic() + deadline_s) and not self.loop.is_due
+        ledger = self.protecting.ledger
+        return is_done and bool(self.protecting.copies or ledger.sealed or ledger.protected or not self.progress.step)
 
     # ------------------------------------------------------------------ ends
 

@@ -891,6 +891,18 @@ def test_an_smp_that_was_made_ready_ahead_is_the_one_that_serves(arena: Path) ->
         assert again.step == 2
 
 
+def test_nothing_is_drained_while_there_is_no_snapshot(arena: Path) -> None:
+    model, optim = small()
+    with InMemorySnapshot(model, optim, every=3, protect="none") as snap:
+        assert snap.drain(60)
+        train(snap, model, optim, 2)
+        snap.begin()
+        assert not snap.drain(60)
+        train(snap, model, optim, 3)
+        snap.begin()
+        assert snap.drain(60)
+
+
 def test_a_frozen_base_is_restored(arena: Path) -> None:
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3))
