@@ -81,7 +81,7 @@ class Adapter:
         self._episodes = Episodes(log)
         self._generators: dict[str, Any] | None = None
         self._watches: list[Changing[str]] = []
-        self._switches = switches(self._roots(), [])
+        self._switches = switches(self._watched(), [])
         self._turned: list[str] = []  # those that the first step has turned
         self.told: set[tuple[int, str]] = set()
         self._warned: set[str] = set()  # by any watch: `verify` makes new ones with every layout
@@ -209,10 +209,10 @@ class Adapter:
         self._warn_of_growth()
         self.captured = self.memory()
         self._watches = [
-            Changing(partial(samples_of_attributes, list(roots), self.named(), self.captured, self.told), patience)
-            for roots, patience in ((self._roots(), 3), (self._unknown_optimizers(), 1))
+            Changing(partial(samples_of_attributes, roots, self._keepers(), self.captured, self.told), patience)
+            for roots, patience in ((self._watched(), 3), (self._unknown_optimizers(), 1))
         ]
-        now = switches(self._roots(), self.named())
+        now = switches(self._watched(), self._keepers())
         self._turned = [path for path, value in self._switches.items() if now.get(path, value) is not value]
         schedules = [each for each in self._extra.values() if hasattr(each, "optimizer")]
         if not (self._tracked or self.schedules or schedules):
@@ -257,7 +257,7 @@ class Adapter:
         return self._generators
 
     def _find_generators(self) -> dict[str, Any]:
-        return generators([*self._roots(), *self._unknown_optimizers()], self.named())
+        return generators([*self._watched(), *self._unknown_optimizers()], self._keepers())
 
     def named(self) -> Sequence[Any]:
         """What the user has named beside modules, optimizers and schedules: what to call for their values, or the
@@ -340,9 +340,22 @@ class Adapter:
             if isinstance(piece.tensors, torch.nn.Module):
                 yield f"tracked.{name}", piece.tensors
 
+    def _watched(self) -> list[tuple[str, Any]]:
+        """All whose attributes nobody else keeps, by name."""
+        return [*self._roots(), *((f"extra.{name}", each) for name, each in self._extra.items() if _is_module(each))]
+
+    def _keepers(self) -> list[Any]:
+        """As `named`, without what is watched."""
+        return [each for each in self.named() if not _is_module(each)]
+
     def _tracked_tensors(self) -> Iterator[LiveTensor]:
         for piece in self._tracked.values():
             yield from piece.live()
+
+
+def _is_module(value: Any) -> bool:
+    """Whether ``load_state_dict`` is torch's own, which loads tensors, and no other attributes."""
+    return getattr(type(value), "load_state_dict", None) is torch.nn.Module.load_state_dict
 
 
 def buffers(module: torch.nn.Module, prefix: str) -> Iterator[LiveTensor]:

@@ -314,9 +314,7 @@ def sample_of(value: torch.Tensor | np.ndarray[Any, Any]) -> bytes | None:
 
 def owners(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Modules with all their submodules, and optimizers with those inside them, by name."""
-    seen: set[int] = set()
+    modules, seen = set[torch.nn.Module](), set[int]()
     for name, root in roots:
-        if isinstance(root, torch.nn.Module):
-            yield from ((f"{name}.{inner}" if inner else name, module) for inner, module in root.named_modules())
-        else:
-            yield from nested(name, root, seen)
+        is_module = isinstance(root, torch.nn.Module)
+        yield from root.named_modules(modules, name) if is_module else nested(name, root, seen)

@@ -164,25 +164,33 @@ def live(snap: InMemorySnapshot, model: torch.nn.Module, optim: Any, count: int,
     return [each.detach().clone() for each in model.parameters()]
 
 
-def draw(count: int, killed: bool, track: bool = False) -> list[torch.Tensor]:
+class Averaged(torch.nn.Module):
+    """Holds the model, as averages of its weights do, and counts."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, self.updates = model, 0
+
+
+def draw(count: int, killed: bool, track: bool = False, averaged: bool = False) -> list[torch.Tensor]:
     """`live` for a job whose module and optimizer draw."""
     skipping = Skipping()
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), skipping)
     optim = Noisy(model.parameters())
-    snap = InMemorySnapshot(model, optim, strict=True)
+    snap = InMemorySnapshot(model, optim, extra={"averaged": Averaged(model)} if averaged else None, strict=True)
     if track:
         snap.track("mine", get=skipping.mine.getstate, set=lambda state: skipping.mine.setstate(state))
     return live(snap, model, optim, count, killed)
 
 
-@pytest.mark.parametrize("track", [False, True])
-def test_generators_of_modules_and_optimizers_come_back(arena: Path, track: bool) -> None:
+@pytest.mark.parametrize("given", [{}, {"track": True}, {"averaged": True}])
+def test_generators_of_modules_and_optimizers_come_back(arena: Path, given: dict[str, bool]) -> None:
     torch.manual_seed(0)
-    whole = draw(6, killed=False, track=track)
+    whole = draw(6, killed=False, **given)
     torch.manual_seed(0)
-    draw(3, killed=True, track=track)
+    draw(3, killed=True, **given)
     torch.manual_seed(99)
-    again = draw(6, killed=False, track=track)
+    again = draw(6, killed=False, **given)
     assert all(map(torch.equal, again, whole))
 
 
@@ -299,6 +307,18 @@ def test_what_a_container_holds_that_is_tracked_is_not_named(arena: Path, caplog
     snap.track("means", get=lambda: dict(means), set=means.update)
     trained(snap, model, optim, 9)
     assert named(caplog) == ["model0.calls; model0.hidden"]
+
+
+def test_attributes_that_no_state_dict_of_an_extra_has_are_named(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the model, too, which it holds."""
+    model = Recurrent()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaged = Averaged(model)
+    with InMemorySnapshot(model, optim, extra={"averaged": averaged}) as snap:
+        for _ in range(9):
+            step(snap, model, optim)
+            averaged.updates += 1
+    assert named(caplog) == ["extra.averaged.updates; model0.calls; model0.hidden; model0.means['x']"]
 
 
 class Counter:
