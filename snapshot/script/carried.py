@@ -300,12 +300,12 @@ class Following:
             if len(within) >= SEVERAL and (held := values.of(owner)) is not MISSING and stands_alone(held):
                 found.objects[owner] = min(found.carried.pop(path) for path in within)
         dicts = {path.rpartition("[")[0] for path in found.carried} - {""}
-        found.mixed |= {each.called(path) for path in dicts if _is_mixed(values.of(path))}
-        carried, iterators = _by_kind(values, found.carried)
-        found.attributes |= _of_modules(values, carried)
-        found.environments |= renamed(self._acted_in(turns or [each.function], values), each.called)
-        found.carried = renamed(carried, each.called)
-        found.iterators |= renamed(iterators, each.called)
+        found.mixed |= {path for path in dicts if _is_mixed(values.of(path))}
+        found.carried, iterators = _by_kind(values, found.carried)
+        found.attributes |= _of_modules(values, found.carried)
+        found.iterators |= iterators
+        found.environments |= self._acted_in(turns or [each.function], values)
+        found.rename(each.called)
         for helper in (helper_of(path, values) for path in called_of_each(turns, values.of)):
             if helper is not None:
                 owner = helper.itself and _name_of(helper.values.of(helper.itself))

@@ -2250,6 +2250,47 @@ def test_what_is_to_be_tracked_has_the_name_that_it_has_where_the_hook_is_entere
     assert line.count("warmth.turn (line ") == 1
 
 
+class Rollout:
+    """What a turn fills, and empties first."""
+
+    def __init__(self) -> None:
+        self.first = self.second = self.third = self.place = 0.0
+
+    def add(self, value: float) -> None:
+        self.first, self.second, self.third = self.second, self.third, value
+        self.place += 1
+
+
+class Player:
+    """Acts in an environment, and remembers, in methods of its own; its caller enters the hook."""
+
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
+        self.model, self.optim, self.room, self.rollout = model, optim, Room(), Rollout()
+
+    def act(self) -> None:
+        self.rollout.add(self.room.step(1.0))
+
+    def learn(self, snap: InMemorySnapshot) -> None:
+        for _ in snap.steps(3):
+            self.act()
+            kept = self.rollout
+            (self.model(torch.ones(1)).sum() * (kept.first + kept.second + kept.third + kept.place)).backward()
+            self.optim.step()
+            self.optim.zero_grad()
+
+
+@pytest.mark.usefixtures("arena")
+def test_objects_that_methods_call_methods_for_have_the_name_that_the_caller_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(1, 1)
+    player = Player(model, torch.optim.SGD(model.parameters(), 0.1))
+    with InMemorySnapshot(model, player.optim) as snap:
+        player.learn(snap)
+    (line,) = (each for each in caplog.messages if "carries from turn to turn" in each)
+    assert "vars(player.room)" in line and "vars(player.rollout)" in line and "self." not in line
+
+
 @pytest.mark.usefixtures("arena")
 def test_an_environment_that_is_tracked_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     model, room = nn.Linear(1, 1), Room()
