@@ -137,7 +137,8 @@ def _variables(frames: Iterable[FrameType] | None = None) -> Iterator[list[tuple
 class ChangingVariables:
     """Finds modules, tensors and arrays in variables that steps change in place, and lists of such that grow, if nobody
     captures them: averages of weights, queues, experience. What is assigned anew in each step, as a batch is, does not
-    count, nor do numbers, except the rates of torch's layers and losses, and those of what trains beside optimizers.
+    count, nor do numbers, except the rates of torch's layers and losses, and those of what trains beside optimizers, or
+    has a ``load_state_dict`` of a library.
     Used by the training thread.
     """
 
@@ -199,7 +200,7 @@ class ChangingVariables:
                     yield from (((rate, (rate, number)), repr(now).encode()) for rate, now in rates)
                 continue
             is_beside = trains_beside_optimizers(holder)
-            part = _sample(value, seen, has_numbers=is_beside or id(holder) in kept_by)
+            part = _sample(value, seen, has_numbers=is_beside or id(holder) in kept_by or _counts(holder))
             if part is not None and (which := self._which(value, holder)) is not None:
                 is_alone = type(value) in (int, float) and is_beside
                 told = path if is_alone else _owner_of(path, at)
@@ -222,7 +223,9 @@ class ChangingVariables:
     def _known(self, named: NamedState) -> set[int]:
         """What is captured: `memory_of` tensors, and of what leads to them. A small number is everybody's."""
         adapters = [*entered]
-        found = walk([("", each) for each in named.objects], lambda value: True, code=True, most=MOST)
+        schedules = (schedule for each in adapters for schedule in each.schedules)
+        roots = [("", each) for each in chain(named.objects, schedules)]
+        found = walk(roots, lambda value: True, code=True, most=MOST)
         reached = [value for _, value, _ in found if not is_plain(value)]
         modules = [part for each in adapters for module in each.modules() for part in module.modules()]
         captured = (held for each in adapters for held in each.captured)
@@ -316,6 +319,12 @@ def _may_change(value: Any) -> bool:
     if package_of(type(value).__module__) not in LIBRARIES and (has_state(value) or _wraps_optimizer(value)):
         return True
     return is_users_own(value) and not is_code(value)
+
+
+def _counts(value: Any) -> bool:
+    """Whether the numbers that an object holds are state, as a warm-up's are: a library says so, and its source is not
+    read."""
+    return has_state(value) and not (is_users_own(value) or isinstance(value, READ_THROUGH))
 
 
 class Variables:

@@ -485,6 +485,36 @@ def test_an_object_of_a_library_that_has_state_is_named_once(caplog: pytest.LogC
     assert said.count('extra={"average": average}') == 1 and '"given"' not in said
 
 
+class WarmUp:
+    """A library's, which counts steps."""
+
+    __module__ = "pytest.warming"
+
+    def __init__(self) -> None:
+        self.last_step = 0
+
+    def step(self) -> None:
+        self.last_step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self.last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def test_a_count_of_a_library_that_has_state_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    job, warm_up, given, schedule = Job(), WarmUp(), WarmUp(), WarmUp()
+    snap = InMemorySnapshot(job.model, job.optim, scheduler=[job.schedule, schedule], extra={"given": given})
+
+    def after() -> None:
+        for each in (warm_up, given, schedule):
+            each.step()
+
+    said = "".join(said_of(snap, job, after, caplog))
+    assert said.count('extra={"warm_up": warm_up}') == 1 and '"given"' not in said and '"schedule"' not in said
+
+
 class Mean:
     """A running mean of a library, which sets another one."""
 
