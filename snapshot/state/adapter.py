@@ -224,8 +224,9 @@ class Adapter:
 
     def memory(self) -> set[int]:
         """What `captured` would be now."""
-        found = [*(item.tensor for item in self.tensors()), *(state.optimizer for state in self._states)]
-        return set(map(memory_of, found))
+        optimizers = [state.optimizer for state in self._states]
+        of_parameters = chain.from_iterable(each.state.values() for each in optimizers if isinstance(each.state, dict))
+        return set(map(memory_of, (*(item.tensor for item in self.tensors()), *optimizers, *of_parameters)))
 
     def _warn_of_growth(self) -> None:
         """Warn as soon as parameters are added in training, which no restart makes by itself."""

@@ -181,8 +181,8 @@ def samples_of_attributes(
 
     Args:
         roots, named: as for `generators`. What `named` read is left out.
-        captured: `memory_of` the tensors that are captured, whose views are left out, and of the optimizers whose
-            numbers are.
+        captured: `memory_of` the tensors that are captured, whose views are left out, and of the optimizers and what
+            they hold for each parameter, whose numbers are.
         told: names of attributes that were told of, with the ids of who holds them. These are left out, too.
     """
     state = state_named_by(named)
@@ -194,7 +194,7 @@ def samples_of_attributes(
 
     found = walk(_compared(roots, state, captured), is_unknown, most=MOST_OPENED)  # not all of it, if there is much
     for path, value, holder in _with_kept_by_libraries(found, known):
-        if state.has(holder, path) or id(holder) in known:
+        if state.has(holder, path) or id(holder) in known or id(holder) in captured:
             continue
         if isinstance(value, bool | int | float | np.generic):
             yield path, repr(value).encode()

@@ -164,6 +164,37 @@ def live(snap: InMemorySnapshot, model: torch.nn.Module, optim: Any, count: int,
     return [each.detach().clone() for each in model.parameters()]
 
 
+class Counted(torch.optim.SGD):
+    """Counts the steps of each parameter, as many optimizers of libraries do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            held = self.state[parameter]
+            held["steps"] = held.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another one, and has a name of its own for what that keeps, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.of_inner = inner, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+
+def test_what_a_captured_optimizer_keeps_has_no_other_name(arena: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 3)
+    optim = Around(Counted(model.parameters()))
+    trained(InMemorySnapshot(model, optim), model, optim, 9)
+    assert not named(caplog)
+
+
 class Averaged(torch.nn.Module):
     """Holds the model, as averages of its weights do, and counts."""
 
