@@ -67,7 +67,10 @@ NAMES = {
 """What looks at names, or changes them, and frees no memory: large files have been renamed by then (`Deleted`), and
 those that are being made are still open."""
 
-OWNERS = {f"shared.owners.Owners.{name}" for name in ("change", "clear", "create", "found", "has", "renew")}
+OWNERS = {
+    "shared.owners._renamed",
+    *(f"shared.owners.Owners.{name}" for name in ("clear", "create", "found", "has", "renew")),
+}
 """What looks at empty files that say who owns slots, or renames one: a shard has at most 16 slots."""
 
 MAPPINGS = {"storage.pool._map", "storage.pool.SlotMemory.__init__", "shared.board.Board.__init__"}
