@@ -380,7 +380,7 @@ def _clock(facts: Facts) -> Finding:
 
 
 def _wall_clock(facts: Facts) -> Finding:
-    needed = "for logs alone: nothing else goes by it, and it may jump"
+    needed = "for logs, and to tell which of two runs that never met began last; it may jump"
     said = {None: "cannot be told whether it is synchronised", True: "synchronised", False: "not synchronised"}
     fix = "timedatectl set-ntp true, or start chronyd"
     return _unless(facts.synchronised is not False, "wall clock", said[facts.synchronised], needed, fix)

@@ -19,7 +19,7 @@ from holdfast.smp_daemon.shared.inventory import Inventory
 GAUGES = {
     "holdfast_up_seconds": "how long the SMP has run",
     "holdfast_build_info": "1; its labels say which version of holdfast this is, and which protocol it speaks",
-    "holdfast_impaired_parts": "optional parts (page, log) that are degraded: see the status",
+    "holdfast_impaired_parts": "optional parts (page, log, reserve of memory) that are degraded: see the status",
     "holdfast_epoch": "number of starts of the job that this SMP knows of",
     "holdfast_connections": "connections of trainers to this SMP: two per trainer",
     "holdfast_sealed_step": "newest step that this node has sealed; if all have, a crash of processes goes back to it",
