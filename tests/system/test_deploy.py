@@ -456,14 +456,17 @@ def test_trainers_have_all_gpus_of_a_node_and_shared_memory(name: str) -> None:
         assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
 
 
-def test_an_smp_has_the_cores_that_the_plan_says(tmp_path: Path) -> None:
+def test_an_smp_has_the_cores_and_the_memory_that_the_plan_says(tmp_path: Path) -> None:
     """For the job that README and docs plan: 70B parameters on eight nodes."""
     out = tmp_path / "plan.json"
     assert main(["plan", "--model", "70b", "--nodes", "8", "--step", "12s", "--json", str(out)]) == 0
-    cores = json.loads(out.read_text())["smp_cores"]
+    planned = json.loads(out.read_text())
+    cores = planned["smp_cores"]
     for name in ("daemonset.yaml", "sidecar.yaml"):
         (pod,) = pods(DEPLOY / "kubernetes" / name)
-        assert int(containers(pod)["smp"]["resources"]["requests"]["cpu"]) == cores
+        smp = containers(pod)["smp"]
+        assert int(smp["resources"]["requests"]["cpu"]) == cores
+        assert parse_size(settings(smp)["HOLDFAST_MEMORY"]) >= planned["memory_bytes_per_node"]
     assert f"smp_cores=${{SMP_CORES:-{cores:g}}}" in (DEPLOY / "slurm/job.sh").read_text()
 
 
