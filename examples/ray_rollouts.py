@@ -1,5 +1,6 @@
 """Reinforcement learning under Ray: stateless players generate experience; a worker group of trainers learns from it
-and keeps its state in memory: ``python -m holdfast.examples.ray_rollouts --nodes 2``.
+and keeps its state in memory: ``HOLDFAST_JOB=rollouts python -m holdfast.examples.ray_rollouts``; on a cluster, with
+``RAY_ADDRESS=auto`` and ``--nodes 2``.
 
 If a trainer or its node dies, Ray restarts the trainer, and training resumes where it was. If a player dies, Ray
 restarts it and repeats the call. Its result depends only on its arguments, so nothing changes.

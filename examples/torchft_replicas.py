@@ -1,6 +1,7 @@
 """Replicas that come and go under torchft: one that returns gets its state from another node's memory.
 
-It needs ``pip install 'holdfast-train[torchft]'``. On each of two nodes, with R = 0 and R = 1::
+It needs ``pip install 'holdfast-train[torchft]'``. On each of two nodes, with R = 0 and R = 1, once they
+have an address and a token (docs/start.md)::
 
     torchft_lighthouse --min_replicas 1 &          # on one node; set TORCHFT_LIGHTHOUSE to its address
     HOLDFAST_JOB=ft REPLICA_GROUP_ID=R torchrun --standalone --max-restarts 9 -m holdfast.examples.torchft_replicas

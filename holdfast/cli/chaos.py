@@ -30,7 +30,8 @@ def add(commands: Any) -> None:
     )
     run.add_argument("--seed", type=int, help="draw the faults from this seed (default: one that is printed)")
     run.add_argument("--faults", type=int, default=4, help="number of faults (default 4)")
-    run.add_argument("--double", action="store_true", help="each fault is followed by one during recovery")
+    double = "each fault that ends training is followed by one in the recovery"
+    run.add_argument("--double", action="store_true", help=double)
     run.add_argument("--steps", type=int, default=16, help="number of steps (default 16)")
     run.add_argument("--nodes", type=int, default=1, help="number of virtual nodes to start it on (default 1)")
     run.add_argument(
