@@ -43,6 +43,20 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
             return
 
 
+class Pool(ThreadPoolExecutor):
+    """All its threads run from the start: once gRPC serves, `submit` needs none that cannot be had. gRPC's thread that
+    receives calls would end with the exception."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
+        super().__init__(max_workers, thread_name_prefix)
+        started = threading.Event()
+        try:
+            for _ in range(max_workers):
+                self.submit(started.wait)  # no thread is free, so it starts one
+        finally:
+            started.set()
+
+
 class Clocks:
     """What time it is."""
 
@@ -55,7 +69,7 @@ class Threads(Clocks):
     """Threads, what they wait for, and the clock by which they wait: these have to be of one kind."""
 
     Thread = threading.Thread
-    Pool = ThreadPoolExecutor
+    Pool = Pool
     Lock = threading.Lock
     RLock = threading.RLock
     Condition = threading.Condition

@@ -48,7 +48,7 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect, receive_reply
 from holdfast.smp_daemon.storage.receiving import buffers_for
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import Ground, Run, SmpProcess, Trainer, limited, playground, run_on
+from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, limited, playground, run_on
 from tests.system.attacks.victim import ask_control, frame, tell
 
 SOON_S = 0.05
@@ -610,6 +610,9 @@ class TestAnSmpIsToldNonsense:
                 refused = stack.enter_context(closing(connect(local_of(smp), DEADLINE_S)))
                 with pytest.raises(SmpUnavailable):
                     call(refused, {"op": "inventory"})
+                with PeerClient(JOB) as peers, ThreadPoolExecutor(8) as pool:  # several calls at once: several threads
+                    answers = list(pool.map(lambda _: peers.ping(smp.control, DEADLINE_S), range(8)))
+                    assert {answer.node for answer in answers} == {smp.name}
         assert serves(smp)
 
 
