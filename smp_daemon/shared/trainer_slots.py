@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.smp_daemon.shared.errors import NoFreeSlot, ProtocolError, StaleEpoch
+from holdfast.smp_daemon.shared.errors import HoldfastError, NoFreeSlot, ProtocolError, StaleEpoch
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.logs import get_log
 from holdfast.smp_daemon.shared.messages import SlotFile
@@ -123,6 +123,9 @@ class TrainerSlots:
             view = self.map(SlotFile(file=file, inode=status.st_ino, bytes=status.st_size))
         except (FileNotFoundError, StaleEpoch):
             return None
+        except HoldfastError:  # for want of a descriptor, for example: nothing was written, and it may be taken again
+            self.give_back(TakenSlot(file, number, memoryview(b"")))
+            raise
         return TakenSlot(file, number, view)
 
     def give_back(self, slot: TakenSlot) -> None:
