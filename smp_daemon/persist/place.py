@@ -6,6 +6,7 @@ call them in a thread that nobody waits for without a deadline. Failures are rai
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -228,6 +229,9 @@ def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do it for directories
+            raise
     finally:
         os.close(fd)
 

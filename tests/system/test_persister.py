@@ -479,3 +479,7 @@ def test_what_is_not_whole_says_why(ground: Ground) -> None:
     flip_a_byte(there / "snapshot.json", at=20)
     assert "snapshot.json cannot be used: it does not match" in look(at, JOB, UNNAMED.id, snapshot).reason
     assert tidy(at, JOB, UNNAMED.id, 1) == []  # the newest is always kept
+
+
+def test_a_file_system_that_cannot_flush_directories_is_no_failure() -> None:
+    place._sync_directory(Path("/proc"))  # it is one of them
