@@ -83,6 +83,7 @@ def _serve(arguments: argparse.Namespace, out: int) -> int:
             epoch=lambda: epoch_text(smp.store.state.epoch),
         )
         threading.excepthook = _log_bug
+        sys.excepthook = lambda *failed: _log_bug(threading.ExceptHookArgs((*failed, threading.main_thread())))
         if arguments.owner_pid is not None:
             finish_after(smp, arguments.owner_pid)
         web = show(smp, http)

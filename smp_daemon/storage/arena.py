@@ -65,16 +65,18 @@ class ArenaDirectory:
         self._fd: Any = None
         self._close = files.close
         self._fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self._number = files.fstat(self._fd).st_ino
+        status = files.fstat(self._fd)
+        self._number = status.st_dev, status.st_ino
         files.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def is_gone(self) -> bool:
         """Whether the directory was deleted or moved away, or another SMP has made one in its place."""
         try:
-            return self._path.lstat().st_ino != self._number
-        except FileNotFoundError:
+            status = self._path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
             return True
+        return (status.st_dev, status.st_ino) != self._number
 
     def unmake(self) -> None:
         """The start failed: remove the directory if it was made for it, so that nothing stays behind."""

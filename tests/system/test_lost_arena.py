@@ -24,14 +24,20 @@ def replace(arena: Path) -> None:
     (arena / "smp.json").touch()
 
 
+def replace_parent(arena: Path) -> None:
+    shutil.rmtree(arena.parent)
+    arena.parent.touch()
+
+
 @pytest.mark.parametrize(
     "happens",
     [
         shutil.rmtree,
         replace,
         lambda arena: arena.rename(arena.with_name("elsewhere")),
+        replace_parent,
     ],
-    ids=["deleted", "replaced", "moved"],
+    ids=["deleted", "replaced", "moved", "parent"],
 )
 def test_it_ends_although_trainers_are_connected(ground: Ground, happens: Callable[[Path], object]) -> None:
     [smp], run = ground.job([[3000]])

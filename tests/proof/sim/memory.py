@@ -31,6 +31,7 @@ class FileStatus(NamedTuple):
     st_size: int
     st_mode: int
     st_uid: int
+    st_dev: int = 0
 
 
 class Room(NamedTuple):
