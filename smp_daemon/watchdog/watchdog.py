@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -77,10 +78,8 @@ def run_on_hang(command: str, job: str, node: str, trainer: WatchedTrainer, dead
     except subprocess.TimeoutExpired:
         log.error("the command for a hang of %s took over %.0f s and is killed", trainer.coord, deadline_s)
     finally:
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # the latter: only another user's are left, as after `sudo`
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
         if process.stdout is not None:
             process.stdout.close()

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -430,6 +431,12 @@ def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert 2.0 <= time.monotonic() - began < DEADLINE_S
     pid = int((tmp_path / "pid").read_text())
     await_that(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_what_a_command_leaves_behind_may_be_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `sudo`: the kernel then refuses to send the group a signal."""
+    monkeypatch.setattr(os, "killpg", Mock(side_effect=PermissionError))
+    run_on_hang("exit 3", JOB, "node0", WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0))
 
 
 def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
