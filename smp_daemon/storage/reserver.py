@@ -144,6 +144,14 @@ class Reserver:
 
     def _run(self) -> None:
         make_background(self._priority)
+        try:
+            self._work()
+        except BaseException:  # a bug, or a slot that cannot be mapped: whoever has work next starts another thread
+            with self._lock:
+                self._thread = None
+            raise
+
+    def _work(self) -> None:
         while True:
             self._arena.deleted.free(self._lock, lambda: self._closed)
             if (planned := self._next()) is not None:

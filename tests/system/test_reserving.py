@@ -456,6 +456,26 @@ def test_slots_are_made_although_no_thread_could_be_started_at_first(
     reserver.close()
 
 
+def test_slots_are_made_although_the_thread_that_makes_them_failed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, lock, ended = Arena(tmp_path / "arena"), threading.Condition(threading.RLock()), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda failed: ended.set())
+    reserver = Reserver(arena, lock, "normal")
+    with monkeypatch.context() as failing:
+        failing.setattr(arena, "next_unwiped", Mock(side_effect=OSError(errno.ENOMEM, "it cannot be mapped")))
+        with lock:
+            slot = arena.shard_pool("dp0").plan(PAGE)
+            reserver.start()
+            assert lock.wait_for(lambda: slot.state is SlotState.FREE, DEADLINE_S)
+        assert ended.wait(DEADLINE_S)
+    with lock:
+        slot = arena.shard_pool("dp0").plan(PAGE)
+        reserver.start()
+        assert lock.wait_for(lambda: slot.state is SlotState.FREE, DEADLINE_S)
+    reserver.close()
+
+
 def test_a_budget_is_reserved_part_by_part_without_the_lock_and_slots_take_from_it_meanwhile(
     tmp_path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
