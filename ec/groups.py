@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 MOST_ROUNDS = 20
 """Maximum number of passes over the nodes in which `plan_groups` improves the first deal."""
@@ -90,13 +91,12 @@ def _deal(labels: Sequence[frozenset[str]], count: int) -> list[list[int]]:
 def _exchange(groups: list[list[int]], labels: Sequence[frozenset[str]], limit: int) -> None:
     """Exchange nodes between groups as long as that reduces the number of nodes above `limit`."""
     counts = [Counter(label for node in group for label in labels[node]) for group in groups]
+    falls = [cache(partial(_fall, held, limit)) for held in counts]  # many nodes have the same labels
 
     def gain(a: int, node_a: int, b: int, node_b: int) -> int:
         """By how much the number of nodes above `limit` falls if the two nodes change places."""
-        leaving, coming = labels[node_a] - labels[node_b], labels[node_b] - labels[node_a]
-        fall = sum(counts[a][label] > limit for label in leaving) + sum(counts[b][label] > limit for label in coming)
-        rise = sum(counts[a][label] >= limit for label in coming) + sum(counts[b][label] >= limit for label in leaving)
-        return fall - rise
+        mine, other = labels[node_a], labels[node_b]
+        return falls[a](mine, other) + falls[b](other, mine)
 
     for _ in range(MOST_ROUNDS):
         moved = False
@@ -114,6 +114,14 @@ def _exchange(groups: list[list[int]], labels: Sequence[frozenset[str]], limit: 
                 counts[a].subtract(labels[node])
                 counts[b].update(labels[node])
                 counts[b].subtract(labels[other])
+                falls[a].cache_clear()
+                falls[b].cache_clear()
                 moved = True
         if not moved:
             return
+
+
+def _fall(held: Counter[str], limit: int, leaving: frozenset[str], coming: frozenset[str]) -> int:
+    """By how much the nodes above `limit` in a group fall if one with other labels takes the place of one."""
+    fall = sum(held[label] > limit for label in leaving - coming)
+    return fall - sum(held[label] >= limit for label in coming - leaving)
