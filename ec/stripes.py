@@ -89,6 +89,12 @@ class Stripes:
         turns, rest = divmod(stripe, self.positions)
         return turns * self.parity + self._ranks[position][rest][0]
 
+    def parity_stripe_of(self, position: int, rank: int) -> int:
+        """The stripe whose parity is unit `rank` of the parity slot of `position`: the inverse of `parity_rank`."""
+        turns, rest = divmod(rank, self.parity)
+        held = [stripe for stripe in range(self.positions) if self.is_parity(position, stripe)]
+        return turns * self.positions + held[rest]
+
     def parity_bytes(self, position: int) -> int:
         """Length of the parity slot of `position`."""
         return self.parity_rank(position, self.count) * self.unit_bytes

@@ -105,7 +105,7 @@ def place_of(layout: Layout, key: Key, index: int) -> StripePlace:
     if group is None:
         raise Unrecoverable(f"{key} belongs to no group of this layout")
     stripes = layout.stripes(group)
-    stripe = stripes.parity_stripes(key.position)[index]
+    stripe = stripes.parity_stripe_of(key.position, index)
     return StripePlace(group, stripe, stripes.data + stripes.parity_positions(stripe).index(key.position))
 
 
@@ -271,7 +271,8 @@ class UnitSource(ABC):
         self.layout = layout
         self._threads = threads
         # Guards the fields of the source. Notified when a worker stops writing or has ended. Held for bookkeeping only,
-        # never with the store's lock; under it are taken the locks of streams, counters and logs.
+        # never by who has the store's lock: that is taken under it, where the next unit is asked for, and so are the locks
+        # of streams, counters and logs.
         self.changed = threads.Condition()
         self.bytes_received = 0
 

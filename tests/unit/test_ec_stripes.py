@@ -156,6 +156,7 @@ class TestParityIsDealtLikeCards:
         for position in range(stripes.positions):
             held = [r for r in range(stripes.count) if position in stripes.parity_positions(r)]
             assert stripes.parity_stripes(position) == held
+            assert [stripes.parity_stripe_of(position, rank) for rank in range(len(held))] == held
 
 
 class TestUnitsAndStripesAreInverse:
