@@ -195,9 +195,11 @@ def why_unusable(backend: str) -> str:
 
 
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount:
-    """The mount of the absolute `path`: the deepest one, and of several at one point the last."""
+    """The mount of the absolute `path`: the deepest one, and of several at one point the last. In a chroot, whose root
+    need not be one, it may be none that is listed."""
     holding = [mount for mount in mounts if path.is_relative_to(mount.point)]
-    return max(reversed(holding), key=lambda mount: len(mount.point.parts))
+    unlisted = Mount(Path("/"), "an unknown file system", frozenset())
+    return max(reversed(holding), key=lambda mount: len(mount.point.parts), default=unlisted)
 
 
 def _version(distribution: str) -> str | None:

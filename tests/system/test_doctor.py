@@ -195,6 +195,7 @@ def test_a_path_lies_on_its_deepest_and_latest_mount() -> None:
     assert mount_of(Path("/dev/shm/job"), [DISK, shm, beside]) is shm
     assert mount_of(Path("/dev/shm"), [shm, DISK, over]) is over
     assert mount_of(Path("/dev/shm3"), [shm, beside, DISK]) is DISK
+    assert "unknown" in mount_of(Path("/tmp"), [shm]).kind, "in a chroot"
 
 
 @pytest.mark.parametrize(
