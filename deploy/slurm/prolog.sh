@@ -5,7 +5,7 @@
 # Settings for all jobs are in /etc/holdfast/slurm.env: HOLDFAST_MEMORY, HOLDFAST_HTTP, HOLDFAST_KEEP_S, and
 # HOLDFAST_TLS_CERT, _KEY and _CA, or HOLDFAST_INSECURE=1 on a network that only these nodes can reach.
 set -eu
-PATH=/opt/train/bin:/usr/local/bin:/usr/bin:/bin # includes the environment with holdfast
+PATH="/opt/train/bin:/usr/local/bin:/usr/bin:/bin" # includes the environment with holdfast
 unit="holdfast-${SLURM_JOB_ID}"
 systemctl is-active --quiet "$unit" && exit 0
 # Under Debian a node resolves its own name to 127.0.1.1. If `holdfast doctor` says that the card is a slow one, put in

@@ -512,7 +512,40 @@ def test_a_virtual_environment_is_put_in(tmp_path: Path) -> None:
     main(["deploy", "slurm", "--to", str(tmp_path)])
     for name in ("holdfast@.service", "user/holdfast@.service", "prolog.sh", "epilog.sh"):
         text = (tmp_path / name).read_text()
-        assert f"PATH={Path(sys.executable).parent}:" in text and "/opt/train" not in text
+        assert re.search(f'"?PATH="?{Path(sys.executable).parent}:[^" ]*"', text) and "/opt/train" not in text
+
+
+def test_it_may_have_spaces_in_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/home/a user/bin/python")
+    found = subprocess.run(
+        ["bash", "-c", templates("slurm")["epilog.sh"].split("keep=")[0] + 'echo "$PATH"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith("/home/a user/bin:")
+    for name in ("holdfast@.service", "user/holdfast@.service"):
+        assert any(
+            shlex.split(line)[0].startswith("Environment=PATH=/home/a user/bin:")
+            for line in templates("systemd")[name].splitlines()
+            if "PATH=" in line
+        )
+
+
+def test_an_epilog_does_not_fail(tmp_path: Path) -> None:
+    """Slurm would drain the node."""
+    for name, text in {"runuser": 'shift 3; exec "$@"', "holdfast": "exit 2"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "slurm.env").write_text("HOLDFAST_KEEP_S=60\n")
+    text = (
+        (DEPLOY / "slurm/epilog.sh")
+        .read_text()
+        .replace("/etc/holdfast", str(tmp_path))
+        .replace("/opt/train/bin", str(tmp_path))
+    )
+    done = completed(["bash", "-c", text], env={"SLURM_JOB_USER": "me", "SLURM_JOB_ID": "7"})
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_differs_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
