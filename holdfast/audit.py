@@ -24,6 +24,7 @@ from holdfast.scratch import Scratch
 from holdfast.sessions import tail
 from holdfast.smp_daemon.shared.errors import ConfigError, HoldfastError
 from holdfast.smp_daemon.shared.paths import ARENA_ENV
+from holdfast.smp_daemon.shared.settings import MAX_REPEATS
 from holdfast.snapshot.resume.comparison import ENV as DRIFT_ENV
 from holdfast.snapshot.state.audit import GENERATOR, AuditOrders
 
@@ -381,7 +382,8 @@ def _run(plan: AuditPlan, folder: Path, name: str, progress: Callable[[str], Non
     orders = AuditOrders(str(notes), plan.steps, plan.kill + KILLED.index(name) if name in KILLED else 0)
     environment = sessions.trial_environment() | orders.to_environment()
     environment |= {ARENA_ENV: str(arena), "HOLDFAST_JOB": "audit", "HOLDFAST_EVERY": "1"}
-    environment |= {DRIFT_ENV: "accept"}  # drift is reported, so the run must not be refused
+    # Drift is reported, so the run must not be refused; nor for the kills.
+    environment |= {DRIFT_ENV: "accept", MAX_REPEATS.variable: "0"}
     # The runs that are compared iterate over sets of strings in the same order. The second undisturbed run uses another
     # order, to show whether results depend on it.
     environment = {"PYTHONHASHSEED": str(int(name == RUNS[1]))} | environment
