@@ -271,7 +271,7 @@ class UnitSource(ABC):
         self.layout = layout
         self._threads = threads
         # Guards the fields of the source. Notified when a worker stops writing or has ended. Held for bookkeeping only,
-        # never by who has the store's lock: that is taken under it, where the next unit is asked for, and so are the locks
+        # never by who has the store's lock: that is taken under it, where the next unit is asked for, as are the locks
         # of streams, counters and logs.
         self.changed = threads.Condition()
         self.bytes_received = 0
