@@ -20,6 +20,9 @@ SHORTEST, LONGEST = 2, 1000
 """Bounds in steps. The step between two snapshots shows how long steps take without one. The longest interval limits
 how long changes go unnoticed."""
 
+NEVER = 1 << 40
+"""More steps than any job does: the ranks agree on a number of 64 bits."""
+
 AT_RISK = 0.1
 """Share of the steps done so far that a crash may undo."""
 
@@ -70,7 +73,7 @@ def choose(*, step_s: float, cost_s: float, failure_rate: float, budget: float |
     steps = max(SHORTEST, bounds[limit])
     affordable = cost_s / (budget * step_s) * min(1.0, done * step_s / YOUNG_S) if budget else 0.0
     if affordable > steps:
-        return Spacing(math.ceil(affordable - 1e-9), "budget")
+        return Spacing(math.ceil(min(affordable - 1e-9, NEVER)), "budget")
     return Spacing(steps, limit)
 
 

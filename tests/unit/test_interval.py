@@ -90,6 +90,11 @@ def test_it_is_monotone(name: str, sign: int) -> None:
             assert sign * (choose(**more).steps - choose(**case).steps) >= 0
 
 
+def test_a_budget_of_next_to_nothing_is_a_number_that_ranks_can_agree_on() -> None:
+    for budget in (1e-300, 5e-324):
+        assert choose(step_s=1.0, cost_s=10.0, failure_rate=1e-6, budget=budget, done=OLD).steps < 2**63
+
+
 def test_slower_steps_never_make_it_longer_in_steps() -> None:
     for case in cases():
         old = case | {"done": OLD}  # before that, slower steps make the job older
