@@ -533,20 +533,24 @@ class Session:
         well, options = error is None, self._options
         self.loop.stop_watching(ended_well=well)
         self._own_time.remove()
-        self.rank.smp.say_end(self.progress.step, error)
+        if not well:
+            self.rank.smp.say_end(self.progress.step, error)
         self.protecting.pace.fence()
         goes_on = not self.is_over and self.position.is_under_way  # it was left before its end, as far as it tells
         kept, takes = well and (early or options.keep or goes_on), False
-        if well:
-            kept, takes = self._agree(kept, takes=not early)
-        self.intervals.rule.ends = well
         try:
+            if well:
+                kept, takes = self._agree(kept, takes=not early)
+            self.intervals.rule.ends = well
             self.loop.leave(takes=kept and takes, goes_on=goes_on)
-        except BaseException:
+        except BaseException as failure:
             self._end_copies(well=False)
+            self.rank.smp.say_end(self.progress.step, failure)
             raise
         try:
             late = self._end_copies(well)  # if they do not end, the other ranks wait for this one all the same
+            if well:  # not earlier: the last snapshot may still have failed
+                self.rank.smp.say_end(self.progress.step, late if options.strict else None)
             if well and (kept := self._finish(kept)) and not options.keep:
                 self._say_what_is_kept()
             if late is not None and well and options.strict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from holdfast import InMemorySnapshot
+from holdfast.smp_daemon.shared.client import SmpClient
 from tests.scripts import completed
 
 Loop = Callable[[InMemorySnapshot], Iterator[torch.Tensor]]
@@ -127,6 +129,29 @@ def test_a_loop_that_is_left_early_is_no_crash(arena: Path) -> None:
     Trained(steps, max_repeats=1).run(leave_after=1)
     for _ in range(3):
         Trained(steps, max_repeats=1).run(leave_after=0, stepped=False)
+
+
+@pytest.mark.parametrize("where", ["hook.Session._agree", "step.capture.Capture.begin"])
+def test_a_block_whose_end_fails_has_not_ended_well_and_leaves_no_threads(
+    arena: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    again = Trained(steps)
+    with pytest.raises(ZeroDivisionError), InMemorySnapshot(again.net, again.optim, block=1) as snap:
+        for batch in steps(snap):
+            again.optim.zero_grad()
+            again.net(batch).square().mean().backward()
+            again.optim.step()
+            if snap.step == 2:
+                monkeypatch.setattr(f"holdfast.snapshot.{where}", fail)
+                break
+    client = SmpClient(arena / "test", "test")
+    [end] = client.inventory().record.ends.values()
+    client.close()
+    assert end.failure == "ZeroDivisionError:"
+    assert not [thread.name for thread in threading.enumerate() if thread.name in ("holdfast-copy", "holdfast-seal")]
 
 
 def test_a_loop_that_is_left_early_makes_snapshots_no_denser(arena: Path) -> None:
