@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +72,11 @@ class Memory:
         self.job = job or f"{job_from_environment()}{suffix}"
         self.agreement = agreement or default_agreement()
         self.coord = f"rank{self.agreement.rank}"
-        self.ranks = len(self.agreement.gather(self.coord.encode()))
-        self.client = connect(arena_path(self.job, arena), self.job, start=start)
+        with ExitStack() as undo:  # if anything fails, the other ranks must not wait for this one
+            undo.callback(self.agreement.close)
+            self.ranks = len(self.agreement.gather(self.coord.encode()))
+            self.client = connect(arena_path(self.job, arena), self.job, start=start)
+            undo.pop_all()
         self._engine = DeviceEngines()
         self._run: Run | None = None  # set once an epoch has begun to write in
         self._was_laid_out = False  # in this epoch, or an attempt was made: the next one needs another epoch
@@ -103,11 +107,13 @@ class Memory:
     def close(self, *, keep: bool = True) -> None:
         """Release the slots and all connections. ``keep=False`` also gives up all checkpoints and ends the SMPs: a
         collective call."""
-        if not keep and self.is_first_of_node:
-            self.client.finish(self.client.inventory().epoch)
-        self._engine.close()
-        self.client.close()
-        self.agreement.close()
+        try:
+            if not keep and self.is_first_of_node:
+                self.client.finish(self.client.inventory().epoch)
+        finally:
+            self._engine.close()
+            self.client.close()
+            self.agreement.close()
 
     def begin(self) -> Run:
         """Begin an epoch to write in, with the first call: every older writer of the job is fenced on all nodes before

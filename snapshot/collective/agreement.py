@@ -152,13 +152,17 @@ class Group(Agreement):
         self._deadline = timedelta(seconds=max(COLLECTIVE_DEADLINE_S, job_deadline_s()))
         job_store = c10d()._get_default_store()
         store = c10d().PrefixStore(f"holdfast group {_number()}", job_store)
+        self._left: list[Mesh] = []  # meshes that `close` waits for
         self._mesh: Mesh | None = Mesh(store, self.rank, self._size, self._deadline)
-        with self.warn_if_slow(WAITS, self._deadline.total_seconds()):
-            name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
-            self.minimum([0])()  # opens all connections that a minimum needs
+        try:
+            with self.warn_if_slow(WAITS, self._deadline.total_seconds()):
+                name = self.tell(uuid.uuid4().hex.encode(), 0).decode()
+                self.minimum([0])()  # opens all connections that a minimum needs
+        except BaseException:
+            self.leave()
+            raise
         self._store: Any = c10d().PrefixStore(f"holdfast {name}", job_store)
         self._meeting: Meeting | None = None
-        self._left: list[Mesh] = []  # meshes that `close` waits for
 
     def gather(self, data: bytes, among: Sequence[int] | None = None) -> list[bytes]:
         return self._together().gather(data, among or self._all).result()

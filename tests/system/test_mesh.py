@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
 
+from holdfast.snapshot.collective import agreement
 from holdfast.snapshot.collective.mesh import AgreementLost, Mesh, hops, sockets_needed
 from tests.deadlines import DEADLINE_S
 from tests.scripts import python
@@ -201,3 +203,18 @@ except ConfigError as error:
 def test_a_process_that_may_not_open_enough_files_is_told_how_many_it_needs() -> None:
     done = python(FEW_FILES)
     assert "70 files" in done.stdout and "ulimit -n " in done.stdout
+
+
+def test_a_group_whose_other_ranks_do_not_come_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "COLLECTIVE_DEADLINE_S", 0.2)
+    before = set(threading.enumerate())
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        with pytest.raises(AgreementLost):
+            agreement.Group()
+    finally:
+        dist.destroy_process_group()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10.0)
+        assert not thread.is_alive()

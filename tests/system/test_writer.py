@@ -5,13 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.smp_daemon.shared.errors import HoldfastError
+from holdfast.smp_daemon.shared.errors import HoldfastError, SmpUnavailable
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.plan import newest_protected
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.memory import SLOTS, Memory
 from tests.deadlines import DEADLINE_S
 from tests.smp_kit import Ground, SmpProcess
+
+
+class Closing(Agreement):
+    """Notes whether it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def writer(smp: SmpProcess) -> Memory:
@@ -89,3 +98,17 @@ def test_a_record_of_another_length_needs_no_other_layout_while_there_is_room(gr
 
 def refuse(*arguments: object, **more: object) -> None:
     raise HoldfastError("refused")
+
+
+def test_a_memory_that_cannot_be_made_or_ended_keeps_no_connections(ground: Ground) -> None:
+    smp, others = ground.smp(), Closing()
+    nowhere = smp.arena.parent / "nowhere"
+    with pytest.raises(SmpUnavailable):
+        Memory(smp.job, "", nowhere, start=False, agreement=others)
+    assert others.is_closed
+    others = Closing()
+    own = Memory(smp.job, "", smp.arena.parent, start=False, agreement=others)
+    smp.kill()
+    with pytest.raises(SmpUnavailable):
+        own.close(keep=False)
+    assert others.is_closed and own.client.connection is None
