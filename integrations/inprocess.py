@@ -203,7 +203,8 @@ class _News:
 
     def begin(self) -> None:
         """Say that the attempt begins here. Until then the supervisor waits, though not for long."""
-        self._channel.sendall(to_line({"taken": self.attempt.number}))
+        with suppress(OSError):  # no other attempt will follow, so nobody listens: this one takes place all the same
+            self._channel.sendall(to_line({"taken": self.attempt.number}))
 
 
 def _uses_nccl() -> bool:

@@ -351,6 +351,17 @@ def test_a_trainer_hears_the_end_of_attempts_also_if_what_it_said_was_not_read()
         assert not news.take(5.0) and not news._is_open
 
 
+def test_an_attempt_begins_although_the_end_of_attempts_came_as_the_one_before_was_left() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        news = _News(JobAttempt(0, "", 0), theirs)
+        ours.sendall(to_line({"attempt": JobAttempt(1, "", 0)}))
+        assert news.take(DEADLINE_S)
+        ours.close()
+        news.begin()
+        assert news.attempt.number == 1 and not news.take(5.0)
+
+
 def test_process_groups_can_be_given_up_where_there_are_none() -> None:
     assert not dist.is_initialized()
     abandon_process_groups()
