@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -47,6 +46,9 @@ KINDS: Mapping[type, tuple[type, str]] = {
 
 TRIED = ("arena", "every", "restore_step", "require")
 """What a command that only tries a job says itself, in the environment, whatever the script says."""
+
+MAX_DEADLINE_S = 1e9
+"""Threads cannot be told to wait for ten times as long."""
 
 
 class OptionsGiven(TypedDict, total=False):
@@ -130,8 +132,11 @@ class Options:
             )
         if self.block is not None and not _is_count(self.block):
             raise ConfigError(f"block={self.block!r}: the trainings of a script are numbered from 1")
-        if not 0 < self.deadline_s < math.inf:
-            raise ConfigError(f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0")
+        if not 0 < self.deadline_s <= MAX_DEADLINE_S:
+            raise ConfigError(
+                f"deadline_s={self.deadline_s}: give the seconds that a copy may take, more than 0, and at most "
+                f"{MAX_DEADLINE_S:g}"
+            )
         if self.budget is not None and not 0 < self.budget < 1:
             raise ConfigError(f"overhead budget {self.budget}: give a fraction between 0 and 1, such as 0.01, or None")
         if self.for_start.generations + self.slots - 1 > MAX_SLOTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def test_an_option_of_another_type_is_refused_by_name(name: str) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=f"^{name}="):
         InMemorySnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1), **{name: WRONG[name]})
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 1e10, math.inf, math.nan])
+def test_a_deadline_that_no_thread_can_wait_for_is_refused_at_once(deadline_s: float) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"^deadline_s="):
+        InMemorySnapshot(model, torch.optim.SGD(model.parameters(), lr=0.1), job="test", deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize("orders", ["HOLDFAST_AUDIT", "HOLDFAST_PROFILE"])
