@@ -217,6 +217,7 @@ class Worker:
             os.environ.setdefault(name, value)
         self._attempts = 0
         self._store: Any = None
+        self._started = dict(os.environ)
         os.environ |= {
             "HOLDFAST_JOB": job,
             "LOCAL_RANK": str(local_rank),
@@ -248,7 +249,8 @@ class Worker:
         raise_at_the_end()
         SnapshotHook.blocks.clear()
         self._attempts += 1
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)} | JobAttempt(number, *store).environment({})
+        os.environ |= JobAttempt(number, *store).environment(self._started)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         try:
             done = train(*args)
             if dist.is_initialized():

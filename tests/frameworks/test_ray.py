@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from holdfast.integrations.inprocess import forget
 from holdfast.integrations.ray import nodes as ray_nodes
-from holdfast.integrations.ray.worker_group import WorkerGroup, by_node, worse
+from holdfast.integrations.ray.worker_group import Worker, WorkerGroup, by_node, worse
 from tests.proof.chaos import actions as chaos
 from tests.proof.chaos.faults import CATALOGUE
 from tests.proof.ray.cluster import ACTIONS, RayFault, VirtualRay
@@ -103,6 +104,15 @@ def test_of_two_failures_the_one_counts_that_says_more() -> None:
     assert worse(None, raised) is raised
     assert worse(raised, died) is worse(died, raised) is died
     assert worse(died, final) is worse(final, raised) is final
+
+
+def test_a_worker_whose_user_wants_no_watch_over_nccl_gets_none() -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    with patch.dict(os.environ), patch("holdfast.snapshot.state.audit.raise_at_the_end"):
+        for asked, given in (("0", "0"), ("3", "2")):
+            os.environ.pop(name, None)
+            worker = Worker(0, 1, "test", {name: asked})
+            assert [worker.call(number, 0, 1, ("", 0), os.environ.get, (name,)) for number in (0, 1)] == [given] * 2
 
 
 def test_only_what_would_happen_again_ends_a_run_of_ray_train() -> None:
