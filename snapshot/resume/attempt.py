@@ -232,10 +232,20 @@ class Verdict(NamedTuple):
     complete: bool
 
 
-def agree_on(agreement: Agreement, failure: HoldfastError | None) -> Verdict:
+def agree_on(
+    agreement: Agreement, failure: HoldfastError | None, refusals: tuple[type[HoldfastError], ...] = REFUSALS
+) -> Verdict:
     """The verdict on all ranks. `failure`: why the attempt failed on this one. A collective call."""
-    met = [int(not isinstance(failure, kind)) for kind in (REFUSALS, DamagedSnapshot, IncompleteSnapshot)]
+    met = [int(not isinstance(failure, kind)) for kind in (refusals, DamagedSnapshot, IncompleteSnapshot)]
     return Verdict(*map(bool, agreement.minimum([int(failure is None), *met])()))
+
+
+def refuse_misfit(verdict: Verdict, failure: HoldfastError | None) -> None:
+    """Raise `StateMismatch` or `ConfigError` on every rank if one has seen that the snapshot does not fit the job."""
+    if not verdict.fits:
+        if isinstance(failure, REFUSALS):
+            raise failure
+        raise StateMismatch("the snapshot does not fit the job on another rank; see its log") from failure
 
 
 def load(
@@ -247,16 +257,13 @@ def load(
     must be found.
 
     Raises:
-        StateMismatch, ConfigError: the snapshot does not fit the job; one of them on every rank.
+        StateMismatch, ConfigError: see `refuse_misfit`.
     """
     problem = attempt.plan(agreement, adapter) or attempt.problem_of(attempt.check)
     verdict = agree_on(agreement, problem)
     if not verdict.whole:
         adapter.withdraw()
-    if not verdict.fits:
-        if isinstance(problem, REFUSALS):
-            raise problem
-        raise StateMismatch("the snapshot does not fit the job on another rank; see its log") from problem
+    refuse_misfit(verdict, problem)
     if not verdict.whole:
         return problem, verdict
     failure = attempt.fill(agreement, engine)

@@ -8,7 +8,7 @@ from functools import partial
 
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.crash_loop import steps_finished
-from holdfast.smp_daemon.shared.errors import HoldfastError, Unrecoverable, failure_of
+from holdfast.smp_daemon.shared.errors import HoldfastError, StateMismatch, Unrecoverable, failure_of
 from holdfast.smp_daemon.shared.failpoints import failpoint
 from holdfast.smp_daemon.shared.identity import next_epoch
 from holdfast.smp_daemon.shared.inventory import Inventory, Persisted
@@ -28,7 +28,7 @@ from holdfast.smp_daemon.shared.sources import Address
 from holdfast.smp_daemon.shared.starts import ScriptBlock, Start
 from holdfast.snapshot.collective.agreement import Agreement
 from holdfast.snapshot.copy.engines import CopyEngine
-from holdfast.snapshot.resume.attempt import Attempt, SameWorld, Verdict, agree_on, load
+from holdfast.snapshot.resume.attempt import Attempt, SameWorld, Verdict, agree_on, load, refuse_misfit
 from holdfast.snapshot.resume.attempt import Restored as Restored
 from holdfast.snapshot.resume.blocks import check_order, describe
 from holdfast.snapshot.resume.choice import (
@@ -97,7 +97,8 @@ def restore(
         failpoint("restore.before", plan.snapshot.step)
         attempt = start.attempt(plan, restored)
         failure = agreement.patiently(partial(failure_of, attempt.recover, HoldfastError))
-        verdict = agree_on(agreement, failure)
+        verdict = agree_on(agreement, failure, (StateMismatch,))  # a `ConfigError` is the SMP's: another try may help
+        refuse_misfit(verdict, failure)
         if verdict.whole:
             clock["fetch"] = client.system.monotonic()
             failure, verdict = load(attempt, agreement, adapter, engine)

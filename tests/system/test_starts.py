@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from holdfast import InMemorySnapshot, Repeated
 from holdfast.cli.status import gather
 from holdfast.smp_daemon.shared.crash_loop import crash_loop_of, current_crash_loop
-from holdfast.smp_daemon.shared.errors import ProtocolError
+from holdfast.smp_daemon.shared.errors import ProtocolError, StateMismatch
 from holdfast.smp_daemon.shared.inventory import Inventory
 from holdfast.smp_daemon.shared.layout import SnapshotId
 from holdfast.smp_daemon.shared.limits import MAX_COUNT, MAX_FAILURE
 from holdfast.smp_daemon.shared.plain import decode_json, encode_json, from_plain
 from holdfast.smp_daemon.shared.starts import KILLED, WELL, CrashLoop, Record, Start, TrainerEnd, failure_text
+from holdfast.snapshot.resume.attempt import SameWorld
 from holdfast.snapshot.resume.choice import StartOptions, check_repeats
 from tests.scripts import completed
 from tests.smp_kit import kill_smps
@@ -200,6 +201,23 @@ def test_the_same_failure_at_the_same_step_is_refused_until_it_is_allowed(arena:
     [(_, overview)] = gather(arena)
     assert "once at step 6" in overview.repeats
     assert train_until(6, None, max_repeats=1 + 1) == 6
+
+
+def test_a_snapshot_that_a_rank_sees_not_to_fit_as_it_is_recovered_is_not_tried_again(
+    arena: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another number of ranks, with an object whose class is not imported any more."""
+    fail_at(3, ValueError("gone"))
+    tries: list[object] = []
+
+    def recover(attempt: object) -> None:
+        tries.append(attempt)
+        raise StateMismatch("the snapshot holds an object of no class")
+
+    monkeypatch.setattr(SameWorld, "recover", recover)
+    with pytest.raises(StateMismatch, match="of no class"):
+        train_until(4, None)
+    assert len(tries) == 1
 
 
 def test_an_smp_that_died_meanwhile_still_knows(arena: Path) -> None:
