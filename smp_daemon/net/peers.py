@@ -78,7 +78,7 @@ class PeerServer:
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections())]
         rpc = network.grpc()
         self._server = rpc.server(
-            network.Pool(THREADS, "peer"), options=options, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
+            network.ReadyPool(THREADS, "peer"), options=options, interceptors=[guard], maximum_concurrent_rpcs=MAX_CALLS
         )
         handler = rpc.unary_unary_rpc_method_handler(self._handle)
         self._server.add_generic_rpc_handlers((rpc.method_handlers_generic_handler(SERVICE, {NAME: handler}),))

@@ -53,7 +53,8 @@ def arena_path(job: str, base: str | Path | None = None) -> Path:
     Raises:
         ConfigError: the job id is not a valid name.
     """
-    return Path(base or arena_base()).absolute() / checked(job, "a job id")
+    given = Path(base) if isinstance(base, str) else base or arena_base()
+    return given.absolute() / checked(job, "a job id")
 
 
 def checked(name: str, what: str) -> str:

@@ -43,7 +43,7 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
             return
 
 
-class Pool(ThreadPoolExecutor):
+class ReadyPool(ThreadPoolExecutor):
     """All its threads run from the start: once gRPC serves, `submit` needs none that cannot be had. gRPC's thread that
     receives calls would end with the exception."""
 
@@ -69,7 +69,8 @@ class Threads(Clocks):
     """Threads, what they wait for, and the clock by which they wait: these have to be of one kind."""
 
     Thread = threading.Thread
-    Pool = Pool
+    Pool = ThreadPoolExecutor
+    ReadyPool = ReadyPool
     Lock = threading.Lock
     RLock = threading.RLock
     Condition = threading.Condition

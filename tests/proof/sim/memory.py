@@ -133,6 +133,9 @@ class MemoryPath:
         directory, _, name = self._directory.rpartition("/")
         return MemoryPath(self._disk, directory, name)
 
+    def absolute(self) -> MemoryPath:
+        return self
+
     def with_name(self, name: str) -> MemoryPath:
         return MemoryPath(self._disk, self._directory, name)
 

@@ -29,6 +29,7 @@ class SimSystem(MemoryFiles):
     Event: Any = threads.Event
     SimpleQueue: Any = threads.SimpleQueue
     Pool: Any = threads.ThreadPoolExecutor
+    ReadyPool: Any = Pool
     monotonic = staticmethod(threads.monotonic)
     time = staticmethod(threads.monotonic)
     sleep = staticmethod(threads.sleep)
