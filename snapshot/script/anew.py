@@ -15,7 +15,7 @@ import torch
 
 from holdfast.snapshot.script.origins import PLACE, Origins
 from holdfast.snapshot.script.running import MISSING, reads_on
-from holdfast.snapshot.script.syntax import ASIDE, Function, name_of_call, parts_of, path_of, root_of
+from holdfast.snapshot.script.syntax import ASIDE, Function, calls_in, name_of_call, parts_of, path_of, root_of
 from holdfast.snapshot.state.walk import is_ours
 
 COUNTS = frozenset({"range", "count", "cycle", "accumulate"})
@@ -60,6 +60,13 @@ def counted_anew(
             yield part, ""
             if _length(each, value_of) < batches:
                 yield target, ""
+
+
+def goes_over_numbers(over: ast.expr, value_of: Callable[[str], Any]) -> bool:
+    """Whether a loop over this counts: it is a range, or tqdm's bar around one. `value_of`: the value of a path."""
+    value = value_of(path_of(over))
+    is_range = isinstance(getattr(value, "__dict__", {}).get("iterable", value), range)
+    return is_range or any(name_of_call(each) in RANGES for each in calls_in([over]))
 
 
 def hands_on(function: Function, value_of: Callable[[str], Any]) -> bool:

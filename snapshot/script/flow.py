@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.snapshot.script.anew import RANGES, counted_anew
+from holdfast.snapshot.script.anew import counted_anew, goes_over_numbers
 from holdfast.snapshot.script.origins import KNOWN_TO_US, NONE, PASS, PLACE, Origins, Returned, Trace
 from holdfast.snapshot.script.running import (
     MISSING,
@@ -31,6 +31,7 @@ from holdfast.snapshot.script.syntax import (
     ASIDE,
     Function,
     as_run,
+    calls_in,
     changed_by,
     ends_in_error,
     innermost_path,
@@ -252,13 +253,11 @@ class Flow:
         origins = self._expression(node.iter)
         if seeds(self._value_of(path_of(node.iter))):
             self._reaches(self._decided)
-        calls = [each for each in ast.walk(node.iter) if isinstance(each, ast.Call)]
         if is_turn and not origins & KNOWN_TO_US:
             self._counting.add(node)
-        is_range = _is_range(self._value_of(path_of(node.iter))) or RANGES & set(map(name_of_call, calls))
-        if node in self._counting and is_range:
+        if node in self._counting and goes_over_numbers(node.iter, self._value_of):
             self.found.counts.add(node.lineno)
-        if is_turn and origins & PLACE and "steps" in map(name_of_call, calls):
+        if is_turn and origins & PLACE and "steps" in map(name_of_call, calls_in([node.iter])):
             self.found.counts.clear()  # of the loops around it: the hook goes on counting, and they come to its place
         self.found.passes |= is_turn and bool(origins & PASS)
         self._trained.loop(node.target, node.iter)
@@ -461,8 +460,3 @@ class Flow:
                 self.found.numbered = True
             else:
                 self.found.carried.setdefault(each, self._trace.lines.get(each, 0))
-
-
-def _is_range(value: Any) -> bool:
-    """Whether a value is a range, or tqdm's bar around one."""
-    return isinstance(getattr(value, "__dict__", {}).get("iterable", value), range)
