@@ -433,10 +433,14 @@ def test_a_command_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     await_that(lambda: not Path(f"/proc/{pid}").exists())
 
 
-def test_what_a_command_leaves_behind_may_be_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_command_leaves_behind_may_be_another_users(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As after `sudo`: the kernel then refuses to send the group a signal."""
-    monkeypatch.setattr(os, "killpg", Mock(side_effect=PermissionError))
+    killed = Mock(side_effect=PermissionError)
+    monkeypatch.setattr(os, "killpg", killed)
     run_on_hang("exit 3", JOB, "node0", WatchedTrainer("dp0", 1, 2, Health.HUNG, "step", 3.0, 4.0))
+    assert killed.called and "3" in caplog.text
 
 
 def test_a_peer_that_is_not_heard_of_is_late_and_then_dead(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -446,7 +446,7 @@ def test_slots_are_made_although_no_thread_could_be_started_at_first(
     arena, lock = Arena(tmp_path / "arena"), threading.Condition(threading.RLock())
     reserver = Reserver(arena, lock, "normal")
     with lock, monkeypatch.context() as crowded:
-        crowded.setattr("threading._start_new_thread", Mock(side_effect=RuntimeError("can't start new thread")))
+        crowded.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         slot = arena.shard_pool("dp0").plan(PAGE)
         with pytest.raises(RuntimeError):
             reserver.start()

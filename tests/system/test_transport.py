@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import random
 import resource
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 
 from holdfast.smp_daemon.answers import checked_peer
 from holdfast.smp_daemon.net.peers import PeerClient
-from holdfast.smp_daemon.service import Conversation, SocketListener, bind_tcp, bind_unix
+from holdfast.smp_daemon.service import Conversation, Smp, SocketListener, bind_tcp, bind_unix
 from holdfast.smp_daemon.shared.client import SmpClient
 from holdfast.smp_daemon.shared.errors import (
     BY_NAME,
@@ -48,7 +47,7 @@ from holdfast.smp_daemon.shared.records import digest
 from holdfast.smp_daemon.shared.transport import Message, SocketStream, call, connect, receive_reply
 from holdfast.smp_daemon.storage.receiving import buffers_for
 from tests.deadlines import DEADLINE_S
-from tests.smp_kit import JOB, Ground, Run, SmpProcess, Trainer, limited, playground, run_on
+from tests.smp_kit import IN_THREADS, JOB, Ground, Run, SmpProcess, Trainer, limited, playground, run_on
 from tests.system.attacks.victim import ask_control, frame, tell
 
 SOON_S = 0.05
@@ -600,20 +599,28 @@ class TestAnSmpIsToldNonsense:
                 call(peer, {"op": "?"})
         assert serves(smp)
 
-    def test_it_serves_again_after_it_has_run_out_of_threads(self, ground: Ground) -> None:
-        smp = ground.smp().wait_settled()
-        with ExitStack() as stack:
-            for _ in range(20):  # glibc keeps the stacks of threads that have ended for later ones
-                stack.enter_context(closing(connect(local_of(smp))))
-            mapped = int(Path(f"/proc/{smp.process.pid}/statm").read_text().split()[0]) * mmap.PAGESIZE
-            with limited(resource.RLIMIT_AS, mapped + (4 << 20), smp.process.pid):
-                refused = stack.enter_context(closing(connect(local_of(smp), DEADLINE_S)))
-                with pytest.raises(SmpUnavailable):
+    def test_it_serves_again_after_it_has_run_out_of_threads(
+        self, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prepared, start = ground.prepare(), threading.Thread.start
+        smp = Smp(JOB, prepared.name, prepared.arena, prepared.host, environment=IN_THREADS)
+        prepared.owner = smp.owner
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith(("connection", "peer")):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with closing(smp), PeerClient(JOB) as peers:
+            with monkeypatch.context() as crowded:
+                crowded.setattr(threading.Thread, "start", refuse)
+                with closing(connect(local_of(prepared), DEADLINE_S)) as refused, pytest.raises(SmpUnavailable):
                     call(refused, {"op": "inventory"})
-                with PeerClient(JOB) as peers, ThreadPoolExecutor(8) as pool:  # several calls at once: several threads
-                    answers = list(pool.map(lambda _: peers.ping(smp.control, DEADLINE_S), range(8)))
-                    assert {answer.node for answer in answers} == {smp.name}
-        assert serves(smp)
+                with ThreadPoolExecutor(8) as pool:  # several calls at once: several threads
+                    answers = list(pool.map(lambda _: peers.ping(prepared.control, DEADLINE_S), range(8)))
+                assert {answer.node for answer in answers} == {prepared.name}
+            with closing(SmpClient(prepared.arena, JOB)) as client:
+                assert client.inventory().node == prepared.name
 
 
 OPERATIONS = [
