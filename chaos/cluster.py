@@ -39,7 +39,7 @@ TARGET = "holdfast.chaos.drill:train"
 ERROR_LENGTH = 300
 """Maximum length of the line that says why a trainer ended, in characters."""
 
-LOG_TAIL = 12_000
+LOG_TAIL = 24_000
 """Number of characters of each log that an error quotes: enough for all threads of a crashed SMP, and its successor."""
 
 

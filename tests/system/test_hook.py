@@ -212,12 +212,13 @@ def test_a_start_that_fails_leaves_nothing_open_and_may_be_tried_again(
     monkeypatch.setenv(wrong, "USR1" if wrong == "HOLDFAST_LEAVE_ON" else "{")
     with ThreadPoolExecutor(1) as thread:
 
-        def fails() -> tuple[int, set[int | None]]:
+        def fails() -> tuple[int, set[threading.Thread]]:
             with pytest.raises(ConfigError, match=wrong):
                 thread.submit(snap.__enter__).result()
-            return psutil.Process().num_fds(), {each.ident for each in threading.enumerate()}
+            return psutil.Process().num_fds(), set(threading.enumerate())
 
-        assert fails() == fails()
+        (files, threads), (now_open, running) = fails(), fails()
+        assert now_open <= files and running <= threads
     monkeypatch.delenv(wrong)
     with snap:
         train(snap, model, optim, 2)

@@ -138,7 +138,7 @@ def test_a_block_whose_end_fails_has_not_ended_well_and_leaves_no_threads(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    again = Trained(steps)
+    again, before = Trained(steps), set(threading.enumerate())
     with pytest.raises(ZeroDivisionError), InMemorySnapshot(again.net, again.optim, block=1) as snap:
         for batch in steps(snap):
             again.optim.zero_grad()
@@ -151,7 +151,8 @@ def test_a_block_whose_end_fails_has_not_ended_well_and_leaves_no_threads(
     [end] = client.inventory().record.ends.values()
     client.close()
     assert end.failure == "ZeroDivisionError:"
-    assert not [thread.name for thread in threading.enumerate() if thread.name in ("holdfast-copy", "holdfast-seal")]
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left.isdisjoint({"holdfast-copy", "holdfast-seal"})
 
 
 def test_a_loop_that_is_left_early_makes_snapshots_no_denser(arena: Path) -> None:
