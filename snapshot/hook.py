@@ -506,8 +506,7 @@ class Session:
     def drain(self, deadline_s: float) -> bool:
         """See `SnapshotHook.drain`."""
         is_done = self.protecting.drain(self.rank.system.monotonic() + deadline_s) and not self.loop.is_due
-        ledger = self.protecting.ledger
-        return is_done and bool(self.protecting.copies or ledger.sealed or ledger.protected or not self.progress.step)
+        return is_done and bool(self.protecting.copies or self.protecting.ledger.newest or not self.progress.step)
 
     # ------------------------------------------------------------------ ends
 
