@@ -616,7 +616,7 @@ MUTANTS: dict[str, SimMutant] = {
         "a call to an SMP that has not answered by its deadline waits as long once more, again and again",
         "answered",
         ((SocketStream, "_begin", _begin_again),),
-        _sized("pause-smp"),
+        lambda plan: replace(_sized()(plan), lives=((DrawnFault("pause-smp", at_s=2.0),),)),  # as the job begins
     ),
     "capped": SimMutant(
         "encoding waits minutes before each unit",
