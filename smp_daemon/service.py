@@ -369,14 +369,15 @@ class Smp(Core):
             self.store.retire()
 
 
-def _bound(bind: Callable[[int], T], asked: int, else_at: int) -> T:
-    """What `bind` makes of the port that was asked for; if that is 0, of `else_at`, or of any if another has that."""
-    if not asked and else_at:
+def _bound(bind: Callable[[int], T], asked: int, before: int) -> T:
+    """What `bind` makes of the port that was asked for. If that is 0: of the one that the SMP before this one had, or
+    of any if another process has that, or there was none."""
+    if not asked and before:
         try:
-            return bind(else_at)
+            return bind(before)
         except ConfigError:
             text = "port %d is taken: nodes that know this SMP by it find it again from the job's next start on"
-            log.warning(text, else_at)
+            log.warning(text, before)
     return bind(asked)
 
 

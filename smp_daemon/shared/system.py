@@ -44,8 +44,8 @@ def remove_tree(path: str | os.PathLike[str]) -> None:
 
 
 class ReadyPool(ThreadPoolExecutor):
-    """All its threads run from the start: once gRPC serves, `submit` needs none that cannot be had. gRPC's thread that
-    receives calls would end with the exception."""
+    """Starts all its threads as it is made. gRPC's thread that receives calls ends for good if `submit` raises because
+    no thread can be started."""
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
         super().__init__(max_workers, thread_name_prefix)

@@ -340,26 +340,33 @@ def test_entering_again_and_again_in_one_process_keeps_no_slot_mapped(
             smp.wait(DEADLINE_S)
 
 
-def test_a_trainer_hears_the_end_of_attempts_also_if_what_it_said_was_not_read() -> None:
+@pytest.fixture
+def second() -> Iterator[tuple[_News, socket.socket]]:
+    """A trainer that has taken attempt 1, and the end of the channel that its supervisor has."""
     ours, theirs = socket.socketpair()
     with theirs:
         news = _News(JobAttempt(0, "", 0), theirs)
         ours.sendall(to_line({"attempt": JobAttempt(1, "", 0)}))
         assert news.take(DEADLINE_S)
-        news.begin()
-        ours.close()
-        assert not news.take(5.0) and not news._is_open
+        yield news, ours
 
 
-def test_an_attempt_begins_although_the_end_of_attempts_came_as_the_one_before_was_left() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        news = _News(JobAttempt(0, "", 0), theirs)
-        ours.sendall(to_line({"attempt": JobAttempt(1, "", 0)}))
-        assert news.take(DEADLINE_S)
-        ours.close()
-        news.begin()
-        assert news.attempt.number == 1 and not news.take(5.0)
+def test_a_trainer_hears_the_end_of_attempts_also_if_what_it_said_was_not_read(
+    second: tuple[_News, socket.socket],
+) -> None:
+    news, supervisor = second
+    news.begin()
+    supervisor.close()
+    assert not news.take(5.0) and not news._is_open
+
+
+def test_an_attempt_begins_although_the_end_of_attempts_came_as_the_one_before_was_left(
+    second: tuple[_News, socket.socket],
+) -> None:
+    news, supervisor = second
+    supervisor.close()
+    news.begin()
+    assert news.attempt.number == 1 and not news.take(5.0)
 
 
 def test_process_groups_can_be_given_up_where_there_are_none() -> None:
